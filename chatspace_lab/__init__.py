@@ -1,0 +1,69 @@
+"""Steer language models and read their activations while they talk.
+
+Importing this package starts nothing, patches nothing, and loads neither vLLM nor plotly: names are resolved when they
+are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from chatspace_lab.capture import CaptureHandle
+    from chatspace_lab.chat import ChatResponse, MessageBoundary
+    from chatspace_lab.engine.config import VLLMSteeringConfig
+    from chatspace_lab.engine.model import VLLMSteerModel
+    from chatspace_lab.engine.stream import StreamDelta, TextStream
+    from chatspace_lab.errors import LabError
+    from chatspace_lab.steering.specs import (
+        AblationSpec,
+        AddSpec,
+        LayerSteeringSpec,
+        ProjectionCapSpec,
+        SteeringSpec,
+    )
+
+_HOME = {
+    "AblationSpec": "steering.specs",
+    "AddSpec": "steering.specs",
+    "CaptureHandle": "capture",
+    "ChatResponse": "chat",
+    "LabError": "errors",
+    "LayerSteeringSpec": "steering.specs",
+    "MessageBoundary": "chat",
+    "ProjectionCapSpec": "steering.specs",
+    "SteeringSpec": "steering.specs",
+    "StreamDelta": "engine.stream",
+    "TextStream": "engine.stream",
+    "VLLMSteerModel": "engine.model",
+    "VLLMSteeringConfig": "engine.config",
+}
+
+__all__ = [
+    "AblationSpec",
+    "AddSpec",
+    "CaptureHandle",
+    "ChatResponse",
+    "LabError",
+    "LayerSteeringSpec",
+    "MessageBoundary",
+    "ProjectionCapSpec",
+    "SteeringSpec",
+    "StreamDelta",
+    "TextStream",
+    "VLLMSteerModel",
+    "VLLMSteeringConfig",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

@@ -1,0 +1,272 @@
+"""Captured activations, as the user holds them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Awaitable, Sequence
+from types import TracebackType
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from chatspace_lab.chat import MessageBoundary
+from chatspace_lab.errors import CaptureClosedError, CaptureError, CaptureNotFetchedError, MessageLocationError
+
+
+class CaptureSource(Protocol):
+    """Where a handle's rows are until they are fetched."""
+
+    def fetch(self, handles: Sequence[CaptureHandle]) -> Awaitable[None]:
+        """Bring the rows of these handles here."""
+        ...
+
+    def discard(self, key: str) -> None:
+        """Drop the rows named ``key`` in the workers; may be called from any thread."""
+        ...
+
+
+class CaptureHandle:
+    """The activations of one request: a row per token that the model computed, at each captured layer.
+
+    There are ``prompt + generated − 1`` rows: the last generated token is sampled but never computed. The rows stay in
+    the workers until :meth:`fetch` (or ``model.fetch_captures_batch``, for many at once). A handle frees them when it
+    is closed, or left as a context manager; one that is dropped without either warns.
+
+    Attributes
+    ----------
+    request_id : str
+        Names the request.
+    layer_indices : tuple of int
+        Captured layers, sorted. Layer i is the output of decoder block i.
+    token_ids : list of int
+        The token of each row, ``[rows]``.
+    positions : list of int
+        The absolute position of each row's token, ``[rows]``.
+    prompt_len : int
+        Tokens of the prompt.
+    generated_len : int
+        Generated tokens, the last one included.
+    prompt_index, sample_index : int
+        Which prompt of the call, and which of its ``n`` samples.
+    """
+
+    def __init__(
+        self,
+        source: CaptureSource,
+        *,
+        request_id: str,
+        layers: Sequence[int],
+        prompt_token_ids: Sequence[int],
+        boundaries: Sequence[MessageBoundary | MessageLocationError] | None = None,
+        copies: int = 1,
+        prompt_index: int = 0,
+        sample_index: int = 0,
+    ) -> None:
+        self._source = source
+        self._boundaries = boundaries
+        self._copies = copies
+        self._captures: dict[int, list[dict[str, torch.Tensor]]] | None = None
+        self._state = "running"
+        self._prompt = list(prompt_token_ids)
+        self._generated: list[int] = []
+        self.request_id = request_id
+        self.layer_indices = tuple(layers)
+        self.prompt_len = len(self._prompt)
+        self.prompt_index, self.sample_index = prompt_index, sample_index
+        self.positions: list[int] = []
+        self.token_ids: list[int] = []
+
+    @property
+    def generated_len(self) -> int:
+        """Generated tokens, the last one included."""
+        return len(self._generated)
+
+    @property
+    def computed(self) -> int:
+        """Positions that the model computed: prompt + generated − 1, or fewer if the request was cut off early."""
+        return self.prompt_len + max(self.generated_len - 1, 0) if self._generated else 0
+
+    def complete(self, generated_token_ids: Sequence[int]) -> None:
+        """Say that the request has ended with these tokens. Called by the model."""
+        self._generated = list(generated_token_ids)
+        self._label(range(self.computed))
+        if self._state == "running":
+            self._state = "ready"
+
+    def _label(self, positions: Sequence[int]) -> None:
+        sequence = [*self._prompt, *self._generated]
+        self.positions = list(positions)
+        self.token_ids = [sequence[position] for position in self.positions]
+
+    def receive(self, rows: torch.Tensor, positions: Sequence[int] | None) -> None:
+        """Take ``rows`` [layers, rows, hidden_size] as this handle's own. Called by the model."""
+        if positions is not None:
+            self._label(positions)
+        self._captures = {
+            layer: [{"hidden": rows[index]} for _ in range(self._copies)]
+            for index, layer in enumerate(self.layer_indices)
+        }
+        self._state = "fetched"
+
+    @property
+    def is_fetched(self) -> bool:
+        """Whether the rows are in this process."""
+        return self._captures is not None
+
+    @property
+    def state(self) -> str:
+        """``running``, ``ready``, ``fetched`` or ``closed``."""
+        return self._state
+
+    @property
+    def captures(self) -> dict[int, list[dict[str, torch.Tensor]]]:
+        """Per layer a list with one entry per tensor-parallel worker, ``{"hidden": [rows, hidden_size]}``.
+
+        The tensors are on the CPU, in the model's dtype. The workers of a tensor-parallel engine hold equal copies of
+        the residual stream, so the entries of a list are the same tensor.
+
+        Raises
+        ------
+        CaptureNotFetchedError, CaptureClosedError
+        """
+        if self._state == "closed":
+            raise CaptureClosedError(f"the captures of request {self.request_id} were closed")
+        if self._captures is None:
+            raise CaptureNotFetchedError(
+                f"the captures of request {self.request_id} are still in the workers: "
+                f"await model.fetch_captures_batch(handles), or handle.fetch()"
+            )
+        return self._captures
+
+    def hidden(self, layer_idx: int) -> torch.Tensor:
+        """Return ``[rows, hidden_size]``, the model's dtype, on the CPU: short for ``captures[layer][0]["hidden"]``.
+
+        Raises
+        ------
+        CaptureError
+            If that layer was not captured.
+        """
+        captures = self.captures
+        if layer_idx not in captures:
+            raise CaptureError(f"layer {layer_idx} was not captured, only {list(self.layer_indices)}")
+        return captures[layer_idx][0]["hidden"]
+
+    async def fetch(self) -> CaptureHandle:
+        """Bring the rows into this process; a second time does nothing. Returns the handle."""
+        await self._source.fetch([self])
+        return self
+
+    @property
+    def message_boundaries(self) -> list[MessageBoundary]:
+        """Where each message of the conversation stands.
+
+        Raises
+        ------
+        MessageLocationError
+            If any message cannot be located, or the request was no chat. :meth:`message_boundary` asks for one.
+        """
+        if self._boundaries is None:
+            raise MessageLocationError("this request was a plain prompt; only a chat has messages")
+        return [self.message_boundary(index) for index in range(len(self._boundaries))]
+
+    def message_boundary(self, message_idx: int) -> MessageBoundary:
+        """Return where one message stands. Negative indices count from the end.
+
+        Raises
+        ------
+        MessageLocationError
+            If it cannot be located, or there is no such message; says why.
+        """
+        if self._boundaries is None:
+            raise MessageLocationError("this request was a plain prompt; only a chat has messages")
+        try:
+            boundary = self._boundaries[message_idx]
+        except IndexError:
+            raise MessageLocationError(
+                f"message {message_idx} does not exist: the conversation has {len(self._boundaries)} messages"
+            ) from None
+        if isinstance(boundary, MessageLocationError):
+            raise boundary
+        return boundary
+
+    def get_message_activations(
+        self, message_idx: int, layer_idx: int, *, include_generated: bool = False
+    ) -> torch.Tensor:
+        """Return the rows of one message's own tokens.
+
+        Parameters
+        ----------
+        message_idx
+            Index into the conversation.
+        layer_idx
+            A captured layer.
+        include_generated
+            Append the rows of the generated tokens; for the last message only, which they answer or continue.
+
+        Returns
+        -------
+        torch.Tensor
+            ``[num_tokens (+ generated − 1), hidden_size]``, the model's dtype, on the CPU.
+
+        Raises
+        ------
+        MessageLocationError
+            If the message cannot be located.
+        CaptureError
+            If a row of it was not captured, or ``include_generated`` is asked of another than the last message.
+        """
+        boundary = self.message_boundary(message_idx)
+        hidden = self.hidden(layer_idx)
+        wanted = list(range(boundary.start, boundary.end))
+        if include_generated:
+            assert self._boundaries is not None  # noqa: S101 - message_boundary has raised otherwise
+            if message_idx % len(self._boundaries) != len(self._boundaries) - 1:
+                raise CaptureError("include_generated goes with the last message: the answer follows that one")
+            wanted += range(self.prompt_len, self.computed)
+        rows = np.searchsorted(self.positions, wanted)
+        if any(row >= len(self.positions) or self.positions[row] != at for row, at in zip(rows, wanted, strict=True)):
+            raise CaptureError(f"message {message_idx} was not captured whole: this request captured other positions")
+        return hidden[torch.from_numpy(rows)]
+
+    def close(self) -> None:
+        """Free the rows, here and in the workers. Again is fine."""
+        if self._state in ("running", "ready"):
+            self._source.discard(self.request_id)
+        self._captures = None
+        self._state = "closed"
+
+    def lose(self) -> None:
+        """Take note that the workers dropped the rows. Called by the model when a request did not end."""
+        self._captures = None
+        self._state = "closed"
+
+    async def __aenter__(self) -> CaptureHandle:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __enter__(self) -> CaptureHandle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_state", "closed") in ("running", "ready"):
+            warnings.warn(
+                f"captures of request {self.request_id} were dropped without fetching or closing them",
+                ResourceWarning,
+                source=self,
+                stacklevel=2,
+            )
+            self._source.discard(self.request_id)
+
+    def __repr__(self) -> str:
+        rows = f"{len(self.positions)} rows" if self._state != "running" else "running"
+        return f"CaptureHandle({self.request_id}, layers {list(self.layer_indices)}, {rows}, {self._state})"

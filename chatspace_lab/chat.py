@@ -1,0 +1,304 @@
+"""Conversations: what a chat answers, and where each message stands in the prompt that the engine was given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from chatspace_lab.errors import MessageLocationError, RequestError
+
+Message = Mapping[str, Any]
+Conversation = Sequence[Message]
+
+
+class ChatResponse(str):
+    """An assistant's answer. It is the whole text as a string, with its two parts as attributes.
+
+    Attributes
+    ----------
+    prefill
+        The part that the caller gave (``continue_final_message``); empty otherwise.
+    generated
+        The part that the model wrote.
+    finish_reason
+        ``"stop"``, ``"length"``, or None if it was cut off.
+    """
+
+    __slots__ = ("finish_reason", "generated", "prefill")
+
+    prefill: str
+    generated: str
+    finish_reason: str | None
+
+    def __new__(cls, generated: str, prefill: str = "", finish_reason: str | None = None) -> ChatResponse:
+        """Join the two parts."""
+        response = super().__new__(cls, prefill + generated)
+        response.prefill, response.generated, response.finish_reason = prefill, generated, finish_reason
+        return response
+
+    def __getnewargs__(self) -> tuple[str, str, str | None]:  # type: ignore[override]
+        return self.generated, self.prefill, self.finish_reason
+
+    @property
+    def has_prefill(self) -> bool:
+        """Whether a part of the text was given by the caller."""
+        return bool(self.prefill)
+
+    def full_text(self) -> str:
+        """Return prefill and generated text together."""
+        return str(self)
+
+    def to_message(self) -> dict[str, str]:
+        """Return the answer as a message for the next turn."""
+        return {"role": "assistant", "content": str(self)}
+
+
+@dataclass(frozen=True)
+class MessageBoundary:
+    """Where one message stands in the prompt.
+
+    The span holds the tokens of the message's own content: none of the template's markers, none of another message.
+
+    Attributes
+    ----------
+    role, content
+        As given.
+    start, end
+        Rows ``[start, end)`` of the prompt's tokens.
+    """
+
+    role: str
+    content: str
+    start: int
+    end: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of the content."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """A conversation as the engine is given it.
+
+    Attributes
+    ----------
+    text
+        The rendered template.
+    token_ids
+        Its tokens: exactly those that the engine sees, with no second BOS.
+    boundaries
+        Per message its boundary, or the error that says why it cannot be located.
+    prefill
+        Content of the final message, if it is to be continued.
+    """
+
+    text: str
+    token_ids: list[int]
+    boundaries: tuple[MessageBoundary | MessageLocationError, ...]
+    prefill: str
+
+
+def check_conversation(messages: Any) -> list[dict[str, Any]]:
+    """Return a conversation as a list of dicts of its own.
+
+    Raises
+    ------
+    RequestError
+        Naming the message that has no role or no content.
+    """
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+        raise RequestError(f"a conversation is a list of messages, got {type(messages).__name__}")
+    if not messages:
+        raise RequestError("the conversation is empty: give at least one message")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise RequestError(f"message {index}: expected a dict with role and content, got {type(message).__name__}")
+        if not isinstance(message.get("role"), str):
+            raise RequestError(f"message {index}: no role")
+        if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
+            raise RequestError(f"message {index} ({message['role']}): content is no text")
+    return [dict(message) for message in messages]
+
+
+def is_batch(messages: Any) -> bool:
+    """Whether ``messages`` is a list of conversations rather than one."""
+    return (
+        isinstance(messages, Sequence)
+        and bool(messages)
+        and not isinstance(messages[0], Mapping | str)
+        and isinstance(messages[0], Sequence)
+    )
+
+
+def render(tokenizer: Any, messages: Any, options: Mapping[str, Any] | None = None) -> RenderedChat:
+    """Render a conversation with the model's template and locate its messages.
+
+    Parameters
+    ----------
+    tokenizer
+        A Hugging Face tokenizer with a chat template.
+    messages
+        The conversation.
+    options
+        Arguments of ``apply_chat_template``: ``add_generation_prompt`` (default True), ``continue_final_message``,
+        ``chat_template``, and whatever the template itself understands.
+
+    Raises
+    ------
+    RequestError
+        If the conversation, or an option, cannot be used.
+    """
+    conversation = check_conversation(messages)
+    arguments: dict[str, Any] = dict(options or {})
+    for name in ("tokenize", "return_tensors", "return_dict", "padding", "truncation", "max_length"):
+        if name in arguments:
+            raise RequestError(f"chat_options: {name} is decided here; the prompt is never cut or padded")
+    continues = bool(arguments.get("continue_final_message"))
+    arguments.setdefault("add_generation_prompt", not continues)
+    if continues and arguments["add_generation_prompt"]:
+        raise RequestError("chat_options: continue_final_message and add_generation_prompt exclude each other")
+    if continues and conversation[-1]["role"] != "assistant":
+        raise RequestError("chat_options: continue_final_message needs a final message of the assistant")
+
+    def template(these: list[dict[str, Any]]) -> str:
+        return str(tokenizer.apply_chat_template(these, tokenize=False, **arguments))
+
+    try:
+        text = template(conversation)
+    except Exception as error:
+        raise RequestError(f"the chat template cannot render this conversation: {error}") from error
+    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=bool(tokenizer.is_fast))
+    return RenderedChat(
+        text=text,
+        token_ids=list(encoding["input_ids"]),
+        boundaries=_locate(template, conversation, text, encoding.get("offset_mapping")),
+        prefill=conversation[-1]["content"] if continues else "",
+    )
+
+
+def _locate(
+    template: Any, conversation: list[dict[str, Any]], text: str, offsets: Any
+) -> tuple[MessageBoundary | MessageLocationError, ...]:
+    """Find each message in the rendered text.
+
+    The template is rendered once more with a marker in place of each content. What stands between the markers must
+    stand in the real text too; what stands at a marker must be what templates make of a content: itself, trimmed, or
+    what follows its closed thinking. Only a division that rebuilds the text exactly, and is the only one, counts.
+    """
+    count = len(conversation)
+
+    def fail(reason: str) -> tuple[MessageLocationError, ...]:
+        return tuple(
+            MessageLocationError(f"message {index} ({message['role']}) cannot be located: {reason}")
+            for index, message in enumerate(conversation)
+        )
+
+    if offsets is None:
+        return fail("this tokenizer does not say which characters a token stands for")
+    markers = [f"CLM{index}X{'Q' * 6}{index}MLC" for index in range(count)]
+    if any(marker in text for marker in markers):
+        return fail("its text contains the markers used to find it")
+    try:
+        skeleton = template(
+            [{**message, "content": marker} for message, marker in zip(conversation, markers, strict=True)]
+        )
+    except Exception as error:  # noqa: BLE001 - templates raise what they like
+        return fail(f"the template does not render other contents: {error}")
+    spans = _divide(skeleton, markers, [message.get("content") or "" for message in conversation], text)
+    if isinstance(spans, str):
+        return fail(spans)
+    found: list[MessageBoundary | MessageLocationError] = []
+    for index, (message, places) in enumerate(zip(conversation, spans, strict=True)):
+        where = f"message {index} ({message['role']}) cannot be located: "
+        if len(places) != 1:
+            reason = "the template leaves it out" if not places else f"the template repeats it {len(places)} times"
+            found.append(MessageLocationError(where + reason))
+            continue
+        start, end = _token_span(places[0], offsets)
+        found.append(MessageBoundary(message["role"], message.get("content") or "", start, end))
+    return _without_shared_tokens(found)
+
+
+def _divide(skeleton: str, markers: list[str], contents: list[str], text: str) -> list[list[tuple[int, int]]] | str:
+    """Return each message's character spans in ``text``, or why there is no single answer."""
+    pieces: list[tuple[str, int | None]] = []  # literal text, then the index of the message after it
+    rest = skeleton
+    while True:
+        hits = [(rest.find(marker), index) for index, marker in enumerate(markers) if marker in rest]
+        if not hits:
+            pieces.append((rest, None))
+            break
+        at, index = min(hits)
+        pieces.append((rest[:at], index))
+        rest = rest[at + len(markers[index]) :]
+    forms = [_forms(content) for content in contents]
+    solutions: list[list[tuple[int, int, int]]] = []
+    steps = 0
+
+    def search(piece: int, at: int, taken: list[tuple[int, int, int]]) -> None:
+        nonlocal steps
+        steps += 1
+        if len(solutions) > 1 or steps > 100_000:
+            return
+        literal, message = pieces[piece]
+        if not text.startswith(literal, at):
+            return
+        at += len(literal)
+        if message is None:
+            if at == len(text) and taken not in solutions:
+                solutions.append(taken)
+            return
+        for form in forms[message]:
+            if text.startswith(form, at):
+                search(piece + 1, at + len(form), [*taken, (message, at, at + len(form))])
+
+    search(0, 0, [])
+    if not solutions:
+        return "the template changes its content in a way that is not known"
+    if len(solutions) > 1:
+        return "the rendered text can be divided in more than one way"
+    spans: list[list[tuple[int, int]]] = [[] for _ in markers]
+    for message, start, end in solutions[0]:
+        spans[message].append((start, end))
+    return spans
+
+
+def _forms(content: str) -> list[str]:
+    """Return what templates make of a content, each once, the untouched one first."""
+    bases = [content]
+    if "</think>" in content:  # reasoning models drop the thinking of earlier turns
+        bases.append(content.rsplit("</think>", 1)[1])
+    forms = [form for base in bases for form in (base, base.strip(), base.lstrip(), base.rstrip(), base.lstrip("\n"))]
+    return list(dict.fromkeys(forms))
+
+
+def _token_span(characters: tuple[int, int], offsets: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Return the tokens that share a character with ``[start, end)``; an empty span lies where its text would."""
+    start, end = characters
+    first = next((index for index, (_, high) in enumerate(offsets) if high > start), len(offsets))
+    if start == end:
+        return first, first
+    last = max((index for index, (low, high) in enumerate(offsets) if low < end and high > start), default=first - 1)
+    return first, last + 1
+
+
+def _without_shared_tokens(
+    found: list[MessageBoundary | MessageLocationError],
+) -> tuple[MessageBoundary | MessageLocationError, ...]:
+    owners: dict[int, list[int]] = {}
+    for index, boundary in enumerate(found):
+        if isinstance(boundary, MessageBoundary):
+            for token in range(boundary.start, boundary.end):
+                owners.setdefault(token, []).append(index)
+    for token, sharing in owners.items():
+        if len(sharing) > 1:
+            for index in sharing:
+                boundary = found[index]
+                role = boundary.role if isinstance(boundary, MessageBoundary) else "?"
+                found[index] = MessageLocationError(
+                    f"message {index} ({role}) cannot be located: it shares token {token} with another message"
+                )
+    return tuple(found)

@@ -1,0 +1,245 @@
+"""The engine as the model sees it: started, asked, and stopped on the model's own loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+
+from chatspace_lab import errors, wire
+from chatspace_lab.engine.bank import VectorBank
+from chatspace_lab.engine.captures import CaptureBroker
+from chatspace_lab.engine.config import VLLMSteeringConfig, check_vllm_version
+from chatspace_lab.engine.lock import AsyncRWLock
+from chatspace_lab.engine.loop import LoopThread
+from chatspace_lab.engine.requests import Submission
+from chatspace_lab.engine.stream import StreamDelta
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the engine told of its model."""
+
+    architecture: str
+    layer_count: int
+    hidden_size: int
+    dtype: torch.dtype
+    max_model_len: int
+    tokenizer: Any
+    runner: str
+    block: str
+    form: str
+    vllm_version: str
+
+
+class EngineClient:
+    """A running engine. Coroutines run on :attr:`loop`."""
+
+    def __init__(self, loop: LoopThread, engine: AsyncLLM, config: VLLMSteeringConfig) -> None:
+        self.loop, self.lock = loop, AsyncRWLock()
+        self._engine, self._config = engine, config
+        self._closed = False
+        self.facts: ModelFacts
+        self.bank: VectorBank
+        self.captures: CaptureBroker
+
+    @classmethod
+    def start(cls, config: VLLMSteeringConfig, enforce_eager: bool | None) -> EngineClient:
+        """Start an engine and wait until it is ready.
+
+        Raises
+        ------
+        EngineStartError, UnsupportedError
+            If it does not start; its processes are gone then.
+        """
+        version = check_vllm_version()
+        kwargs = config.engine_kwargs(enforce_eager)
+        before = _children()
+        loop = LoopThread("chatspace-lab")
+        try:
+            return loop.call(cls._start(loop, config, kwargs, version))
+        except BaseException as error:
+            _end(_children() - before)
+            loop.close()
+            if isinstance(error, errors.LabError) or not isinstance(error, Exception):
+                raise
+            raise errors.EngineStartError(f"the engine did not start: {_first_line(error)}") from error
+
+    @classmethod
+    async def _start(
+        cls, loop: LoopThread, config: VLLMSteeringConfig, kwargs: dict[str, Any], version: str
+    ) -> EngineClient:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        os.environ[wire.OWNER_PID] = str(os.getpid())  # inherited by the engine's processes
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**kwargs))
+        client = cls(loop, engine, config)
+        try:
+            facts = (await client.rpc(wire.RPC_DESCRIBE))[0]
+        except BaseException:
+            engine.shutdown()
+            raise
+        dtype = getattr(torch, facts.pop("dtype"))
+        tokenizer = engine.get_tokenizer()
+        client.facts = ModelFacts(
+            **facts,
+            dtype=dtype,
+            tokenizer=tokenizer,
+            vllm_version=version,
+            max_model_len=engine.model_config.max_model_len,
+        )
+        client.bank = VectorBank(config.max_vectors, client._put_vectors)
+        client.captures = CaptureBroker(
+            loop.loop,
+            client.rpc,
+            dtype=dtype,
+            hidden_size=client.facts.hidden_size,
+            limit=config.max_capture_bytes,
+            shared=config.capture_transport == "shared",
+        )
+        return client
+
+    async def rpc(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of the extension on every worker and return their answers.
+
+        Raises
+        ------
+        WorkerError
+            Or the error of ours that the worker raised, caused by the worker's own traceback.
+        EngineDeadError
+        """
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            answers = await self._engine.collective_rpc(method, args=args)
+        except EngineDeadError as error:
+            raise self._dead() from error
+        for answer in answers:
+            if answer[0] == "error":
+                _, kind, message, traceback_text = answer
+                known = getattr(errors, kind, None)
+                raised = known(message) if known else errors.WorkerError(f"{kind}: {message}")
+                raise raised from errors.WorkerTracebackError(traceback_text)
+        return [answer[1] for answer in answers]
+
+    async def _put_vectors(self, rows: list[int], data: bytes) -> None:
+        await self.rpc(wire.RPC_PUT_VECTORS, rows, data)
+
+    async def run(self, submissions: Sequence[Submission]) -> list[RequestOutput]:
+        """Run requests together and return their outputs in order. If one fails, the others are aborted."""
+        self.captures.admit([s.handle for s in submissions if s.handle is not None])
+        tasks = [asyncio.ensure_future(self._run_admitted(submission, None)) for submission in submissions]
+        try:
+            return await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for submission in submissions:
+                self._forget(submission)
+            raise
+
+    async def run_one(self, submission: Submission, put: Callable[[StreamDelta], None]) -> None:
+        """Run one request and hand its pieces to ``put``. Cut off, its captures so far stay."""
+        if submission.handle is not None:
+            self.captures.admit([submission.handle])
+        try:
+            await self._run_admitted(submission, put)
+        except asyncio.CancelledError:
+            raise
+        except BaseException:
+            self._forget(submission)
+            raise
+
+    async def _run_admitted(self, submission: Submission, put: Callable[[StreamDelta], None] | None) -> RequestOutput:
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        program, handle = submission.program, submission.handle
+        if self._closed:
+            raise errors.EngineDeadError("this model was closed; make a new one")
+        rows = await self.bank.acquire(program.vectors) if program else []
+        received: list[int] = []
+        output: RequestOutput | None = None
+        try:
+            stream = self._engine.generate(
+                submission.engine_prompt(),
+                submission.engine_params(rows, stream=put is not None),
+                submission.request_id,
+            )
+            async with contextlib.aclosing(stream):
+                async for output in stream:
+                    piece = output.outputs[0]
+                    received.extend(piece.token_ids)
+                    if put is not None:
+                        put(StreamDelta(piece.text, tuple(piece.token_ids), piece.finish_reason))
+        except EngineDeadError as error:
+            raise self._dead() from error
+        except EngineGenerateError as error:
+            raise errors.WorkerError(f"request {submission.request_id} failed in the engine") from error
+        except ValueError as error:
+            if isinstance(error, errors.LabError):
+                raise
+            raise errors.RequestError(str(error)) from error
+        finally:
+            if program:
+                self.bank.release(program.vectors)
+            if handle is not None and handle.state == "running":
+                handle.complete(received)
+                self.captures.completed(handle)
+        if output is None or not output.finished:
+            raise errors.WorkerError(f"request {submission.request_id} ended without an answer")
+        return output
+
+    def _forget(self, submission: Submission) -> None:
+        if submission.handle is not None and submission.handle.state != "fetched":
+            self.captures.discard(submission.handle.request_id)
+            submission.handle.lose()
+
+    def _dead(self) -> errors.EngineDeadError:
+        reason = "this model was closed" if self._closed else "the engine, or one of its workers, has died"
+        return errors.EngineDeadError(f"{reason}; close the model and make a new one")
+
+    async def stats(self) -> dict[str, Any]:
+        """Return what the first worker holds for us."""
+        return (await self.rpc(wire.RPC_STATS))[0]
+
+    def close(self) -> None:
+        """Stop the engine and the loop. Again is fine."""
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.suppress(errors.EngineDeadError):
+            self.loop.call(self._shutdown(), timeout_s=60)
+        self.loop.close()
+
+    async def _shutdown(self) -> None:
+        self._engine.shutdown()
+
+
+def _children() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+def _end(processes: set[psutil.Process]) -> None:
+    """End processes that a failed start left behind. Python's resource tracker ends by itself, and cleans up."""
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            if "resource_tracker" not in " ".join(process.cmdline()):
+                process.kill()
+    psutil.wait_procs(list(processes), timeout=5)
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]

@@ -1,0 +1,187 @@
+"""The configuration of a model, and what becomes of it on a CPU or a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import Any
+
+from chatspace_lab import wire
+from chatspace_lab.errors import ConfigError, UnsupportedError
+
+GIB = 1 << 30
+CPU_KV_CACHE_BYTES = 2 * GIB
+"""KV cache on a CPU, at most, unless ``kv_cache_memory_bytes`` says otherwise."""
+
+TRIED_VLLM = ((0, 26), (0, 33))
+"""vLLM versions that were tried: from the first, below the second."""
+
+# Options of vLLM that would make positions or activations mean something else; each is refused by name.
+REFUSED: dict[str, str] = {
+    "speculative_config": "draft tokens are computed and rejected, so a captured row may belong to no token",
+    "worker_extension_cls": "it is how chatspace-lab loads its own part into the workers",
+    "worker_cls": "chatspace-lab extends vLLM's own workers",
+    "runner": "only text generation is supported",
+    "enable_dbo": "micro-batches would split a step behind the router's back",
+    "data_parallel_size": "one session talks to one engine; start several models instead",
+    "prefill_context_parallel_size": "a prompt would be split over workers",
+    "enable_prompt_embeds": "a prompt without token ids cannot be located or salted",
+}
+
+
+@dataclasses.dataclass
+class VLLMSteeringConfig:
+    """How to start the engine.
+
+    Any other argument of vLLM's engine (``AsyncEngineArgs``) can be given as a keyword and passes through; a misspelt
+    one is an error.
+
+    Attributes
+    ----------
+    model_name
+        A folder, or a name on the Hugging Face hub.
+    tensor_parallel_size
+        Workers that share each layer.
+    gpu_memory_utilization
+        Fraction of a GPU's memory the engine may use. On a CPU, the fraction of the free memory that the KV cache may
+        take, up to 2 GiB; ``kv_cache_memory_bytes`` sets it exactly.
+    max_model_len
+        Longest prompt and answer together, in tokens; None is what the model was trained for.
+    dtype
+        ``"auto"``, ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+    max_vectors
+        Distinct vectors that requests under way and the session may use together; each takes ``4 · hidden_size``
+        bytes on every worker.
+    max_ops_per_layer
+        Operations that one request may have at one layer.
+    max_capture_bytes
+        Host memory, in bytes, that captures which nobody fetched may take.
+    capture_transport
+        ``"shared"``: captured rows reach this process through shared memory, without a copy; needs workers on this
+        host. ``"bytes"``: as messages.
+    engine_args
+        Further arguments of vLLM's engine, as given.
+    """
+
+    model_name: str
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.9
+    max_model_len: int | None = None
+    dtype: str = "auto"
+    max_vectors: int = 4096
+    max_ops_per_layer: int = 8
+    max_capture_bytes: int = 4 * GIB
+    capture_transport: str = "shared"
+    engine_args: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __init__(self, model_name: str, *args: Any, engine_args: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        own = [field for field in dataclasses.fields(self) if field.name not in ("model_name", "engine_args")]
+        if len(args) > len(own):
+            raise ConfigError(f"VLLMSteeringConfig takes at most {len(own) + 1} positional arguments")
+        given = dict(zip((field.name for field in own), args, strict=False))
+        twice = given.keys() & kwargs.keys()
+        if twice:
+            raise ConfigError(f"VLLMSteeringConfig got {', '.join(sorted(twice))} twice")
+        given.update(kwargs)
+        self.model_name = str(model_name)
+        for field in own:
+            setattr(self, field.name, given.pop(field.name, field.default))
+        self.engine_args = {**(engine_args or {}), **given}
+        self._check()
+
+    def _check(self) -> None:
+        known = _engine_arg_names()
+        own = {field.name for field in dataclasses.fields(self)} - {"engine_args"}
+        for name in self.engine_args:
+            if name not in known:
+                close = difflib.get_close_matches(name, [*known, *own], n=1)
+                hint = f"; did you mean {close[0]}?" if close else ""
+                raise ConfigError(f"VLLMSteeringConfig: {name} is no option of ours or of vLLM's engine{hint}")
+            if name == "model":
+                raise ConfigError("VLLMSteeringConfig: say model_name, not model")
+            if name in REFUSED and self.engine_args[name] not in (None, False, 1, "auto", "generate"):
+                raise UnsupportedError(f"vLLM's option {name} is not supported here: {REFUSED[name]}")
+        if self.engine_args.get("pipeline_parallel_size", 1) != 1:
+            raise UnsupportedError("pipeline parallelism is not supported: each stage would hold a part of the layers")
+        for name in ("tensor_parallel_size", "max_vectors", "max_ops_per_layer", "max_capture_bytes"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"VLLMSteeringConfig.{name}: expected a positive whole number, got {value!r}")
+        if self.max_model_len is not None and (not isinstance(self.max_model_len, int) or self.max_model_len < 1):
+            raise ConfigError(
+                f"VLLMSteeringConfig.max_model_len: expected a positive number, got {self.max_model_len!r}"
+            )
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"VLLMSteeringConfig.gpu_memory_utilization: expected a fraction, got {self.gpu_memory_utilization}"
+            )
+        if self.capture_transport not in ("shared", "bytes"):
+            raise ConfigError(
+                f"VLLMSteeringConfig.capture_transport: 'shared' or 'bytes', got {self.capture_transport!r}"
+            )
+
+    def engine_kwargs(self, enforce_eager: bool | None) -> dict[str, Any]:
+        """Return the arguments for vLLM's ``AsyncEngineArgs``.
+
+        ``enforce_eager`` None is True on a CPU, for its quick start, and False on a GPU, for its CUDA graphs.
+        """
+        from vllm.platforms import current_platform
+
+        from chatspace_lab import __version__
+
+        on_cpu = current_platform.is_cpu()
+        kwargs = dict(self.engine_args)
+        if enforce_eager is not None:
+            kwargs["enforce_eager"] = enforce_eager
+        kwargs.setdefault("enforce_eager", on_cpu)
+        if on_cpu and "kv_cache_memory_bytes" not in kwargs:
+            import psutil
+
+            free = int(psutil.virtual_memory().available * self.gpu_memory_utilization)
+            kwargs["kv_cache_memory_bytes"] = min(CPU_KV_CACHE_BYTES, free)
+        options: wire.EngineOptions = {
+            "version": __version__,
+            "max_vectors": self.max_vectors,
+            "max_ops_per_layer": self.max_ops_per_layer,
+            "max_capture_bytes": self.max_capture_bytes,
+        }
+        additional = {**(kwargs.pop("additional_config", None) or {}), wire.EXTRA: options}
+        return {
+            "disable_log_stats": True,
+            **kwargs,
+            "model": self.model_name,
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "max_model_len": self.max_model_len,
+            "dtype": self.dtype,
+            "additional_config": additional,
+            "worker_extension_cls": wire.EXTENSION,
+        }
+
+
+def _engine_arg_names() -> set[str]:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    return {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+
+
+def check_vllm_version() -> str:
+    """Return vLLM's version.
+
+    Raises
+    ------
+    UnsupportedError
+        If it is outside the range that was tried; both are named.
+    """
+    import vllm
+
+    version: str = vllm.__version__
+    try:
+        parts = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    except ValueError as error:
+        raise UnsupportedError(f"cannot read vLLM's version {version!r}") from error
+    low, high = TRIED_VLLM
+    if not low <= parts < high:
+        wanted = f">={low[0]}.{low[1]},<{high[0]}.{high[1]}"
+        raise UnsupportedError(f"vLLM {version} was never tried with chatspace-lab, which needs vLLM {wanted}")
+    return version

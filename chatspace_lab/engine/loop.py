@@ -1,0 +1,134 @@
+"""One event loop on one thread, usable from every other loop and thread."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import threading
+from collections.abc import Coroutine
+from typing import Any, Generic, TypeVar
+
+from chatspace_lab.errors import EngineDeadError
+
+T = TypeVar("T")
+
+
+class RemoteTask(Generic[T]):
+    """A task on another thread's loop.
+
+    Attributes
+    ----------
+    finished
+        Done when the task is: with its result, its exception, or ``asyncio.CancelledError``. Unlike the future of
+        ``run_coroutine_threadsafe`` it stays undone while a cancelled task cleans up.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> None:
+        self.finished: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self._loop = loop
+        self._task: asyncio.Task[T] | None = None
+        loop.call_soon_threadsafe(self._begin, coroutine)
+
+    def _begin(self, coroutine: Coroutine[Any, Any, T]) -> None:
+        self._task = self._loop.create_task(coroutine)
+        self._task.add_done_callback(self._end)
+
+    def _end(self, task: asyncio.Task[T]) -> None:
+        if task.cancelled():
+            self.finished.set_exception(asyncio.CancelledError())
+        elif (error := task.exception()) is not None:
+            self.finished.set_exception(error)
+        else:
+            self.finished.set_result(task.result())
+
+    def cancel(self) -> None:
+        """Cancel the task; :attr:`finished` says when it has ended."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and nothing runs on it
+            self._loop.call_soon_threadsafe(lambda: self._task and self._task.cancel())
+
+
+class LoopThread:
+    """A daemon thread that runs an event loop until :meth:`close`.
+
+    Parameters
+    ----------
+    name
+        Of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller runs on this loop's thread."""
+        return threading.current_thread() is self._thread
+
+    def spawn(self, coroutine: Coroutine[Any, Any, T]) -> RemoteTask[T]:
+        """Start ``coroutine`` on the loop."""
+        if self.loop.is_closed() or not self._thread.is_alive():
+            coroutine.close()
+            raise EngineDeadError("this model was closed; make a new one")
+        return RemoteTask(self.loop, coroutine)
+
+    async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Await ``coroutine`` on this loop from any loop. Cancelling the caller cancels it there and waits for its end."""
+        if self.is_current:
+            return await coroutine
+        task = self.spawn(coroutine)
+        finished = asyncio.wrap_future(task.finished)
+        try:
+            return await asyncio.shield(finished)
+        except asyncio.CancelledError:
+            task.cancel()
+            await asyncio.wait({finished})
+            if not finished.cancelled():
+                finished.exception()  # seen: the caller was cancelled, which is what it is told
+            raise
+
+    def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        """Wait for ``coroutine`` from a thread. An interrupt cancels it, waits until it has ended, and goes on.
+
+        Raises
+        ------
+        RuntimeError
+            If called on this loop's own thread, where it would wait for itself.
+        """
+        if self.is_current:
+            coroutine.close()
+            raise RuntimeError("a blocking call on the engine's own loop would wait for itself: await the async twin")
+        task = self.spawn(coroutine)
+        try:
+            return task.finished.result(timeout_s)
+        except BaseException:
+            if not task.finished.done():
+                task.cancel()
+                concurrent.futures.wait([task.finished], timeout=10)
+            raise
+
+    def close(self) -> None:
+        """Cancel what runs on the loop, stop it and end the thread."""
+        if self.loop.is_closed():
+            return
+        if not self.is_current and self._thread.is_alive():
+            with contextlib.suppress(Exception):
+                self.spawn(_cancel_all()).finished.result(timeout=10)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        if not self.is_current:
+            self._thread.join(timeout=10)
+            if not self._thread.is_alive():
+                self.loop.close()
+
+
+async def _cancel_all() -> None:
+    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

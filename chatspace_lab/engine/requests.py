@@ -1,0 +1,210 @@
+"""Turning what a user asked into checked requests: everything that can be wrong is found here, before anything runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from chatspace_lab import wire
+from chatspace_lab.capture import CaptureHandle
+from chatspace_lab.chat import RenderedChat
+from chatspace_lab.errors import PromptTooLongError, RequestError, SteeringError
+from chatspace_lab.steering.program import Program, check_layer
+from chatspace_lab.steering.specs import SteeringSpec
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+
+Steering = SteeringSpec | None | Sequence[SteeringSpec | None]
+OWN_ARGUMENTS = ("sampling_params", "capture_layers", "steering", "raw_output", "chat_options")
+
+
+@dataclasses.dataclass
+class Prompt:
+    """One prompt, tokenised."""
+
+    token_ids: list[int]
+    text: str | None = None
+    chat: RenderedChat | None = None
+
+
+@dataclasses.dataclass
+class Submission:
+    """One request to the engine: one sample of one prompt.
+
+    ``program`` None is no steering. ``handle`` None is no capture.
+    """
+
+    request_id: str
+    prompt: Prompt
+    params: SamplingParams
+    program: Program | None
+    handle: CaptureHandle | None
+    prompt_index: int
+    sample_index: int
+
+    def engine_prompt(self) -> dict[str, Any]:
+        """Return the prompt for vLLM, salted by its steering so that KV caches are never mixed."""
+        prompt: dict[str, Any] = {"prompt_token_ids": self.prompt.token_ids}
+        if self.prompt.text is not None:
+            prompt["prompt"] = self.prompt.text
+        if self.program is not None:
+            prompt["cache_salt"] = self.program.salt(wire.everywhere())
+        return prompt
+
+    def engine_params(self, rows: Sequence[int], *, stream: bool) -> SamplingParams:
+        """Return the sampling parameters for vLLM, with what the workers must know."""
+        from vllm.sampling_params import RequestOutputKind
+
+        params = self.params.clone()
+        params.n = 1
+        if self.params.seed is not None and self.sample_index:
+            params.seed = self.params.seed + self.sample_index
+        params.output_kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
+        if self.program is None and self.handle is None:
+            return params
+        payload: wire.RequestPayload = {
+            "key": self.request_id,
+            "ops": self.program.payload(rows) if self.program else b"",
+            "steer_spans": wire.everywhere(),
+            "capture_layers": list(self.handle.layer_indices) if self.handle else [],
+            "capture_spans": wire.everywhere(),
+        }
+        params.extra_args = {**(params.extra_args or {}), wire.EXTRA: payload}
+        if self.handle is not None:
+            # A token whose KV comes from the cache is never computed, so there would be nothing to capture.
+            params.skip_reading_prefix_cache = True
+        return params
+
+
+def sampling_from(sampling_params: Any, keywords: Mapping[str, Any], *, own: Sequence[str]) -> SamplingParams:
+    """Return the sampling parameters that a call asks for.
+
+    Raises
+    ------
+    RequestError
+        If both forms are used, or a keyword is unknown; suggests the nearest known one.
+    """
+    from vllm import SamplingParams
+
+    if sampling_params is not None:
+        if keywords:
+            raise RequestError(f"give sampling_params or sampling keywords ({', '.join(keywords)}), not both")
+        if not isinstance(sampling_params, SamplingParams):
+            raise RequestError(f"sampling_params: expected vllm.SamplingParams, got {type(sampling_params).__name__}")
+        return sampling_params
+    known = [name for name in inspect.signature(SamplingParams).parameters if not name.startswith("_")]
+    for name in keywords:
+        if name not in known:
+            close = difflib.get_close_matches(name, [*own, *known], n=1)
+            raise RequestError(f"unknown argument {name}" + (f"; did you mean {close[0]}?" if close else ""))
+    try:
+        return SamplingParams(**keywords)
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"sampling: {error}") from error
+
+
+def prompts_from(prompts: Any, tokenizer: Any) -> list[Prompt]:
+    """Return a prompt, or a list of them, tokenised.
+
+    A prompt is a string, a list of token ids, or a dict with ``prompt_token_ids``.
+
+    Raises
+    ------
+    RequestError
+        Naming the prompt that cannot be used.
+    """
+    single = isinstance(prompts, str | Mapping) or (
+        isinstance(prompts, Sequence) and bool(prompts) and all(isinstance(item, int) for item in prompts)
+    )
+    if not single and not isinstance(prompts, Sequence):
+        raise RequestError(f"expected a prompt or a list of prompts, got {type(prompts).__name__}")
+    items = [prompts] if single else list(prompts)
+    if not items:
+        raise RequestError("the list of prompts is empty")
+    return [_prompt(item, index, tokenizer) for index, item in enumerate(items)]
+
+
+def _prompt(item: Any, index: int, tokenizer: Any) -> Prompt:
+    if isinstance(item, str):
+        ids, text = list(tokenizer(item)["input_ids"]), item
+    else:
+        text = None
+        if isinstance(item, Mapping):
+            if set(item) - {"prompt_token_ids", "prompt"} or "prompt_token_ids" not in item:
+                raise RequestError(f"prompt {index}: a dict needs prompt_token_ids, got {sorted(item)}")
+            item, text = item["prompt_token_ids"], item.get("prompt")
+        if not isinstance(item, Sequence) or not all(isinstance(token, int) for token in item):
+            raise RequestError(f"prompt {index}: expected text or token ids, got {type(item).__name__}")
+        ids = list(item)
+        bad = [token for token in ids if not 0 <= token < len(tokenizer)]
+        if bad:
+            raise RequestError(f"prompt {index}: token id {bad[0]} is not in the vocabulary of {len(tokenizer)}")
+    if not ids:
+        raise RequestError(f"prompt {index} is empty: it has no tokens")
+    return Prompt(ids, text)
+
+
+def check_length(prompt: Prompt, index: int, max_tokens: int | None, max_model_len: int) -> None:
+    """Check that a prompt and its answer fit.
+
+    Raises
+    ------
+    PromptTooLongError
+        With the numbers, and what to change. Nothing is ever cut.
+    """
+    length = len(prompt.token_ids)
+    if length >= max_model_len:
+        raise PromptTooLongError(
+            f"prompt {index} has {length} tokens and max_model_len is {max_model_len}: "
+            f"shorten it, or start the model with a larger max_model_len"
+        )
+    if max_tokens is not None and length + max_tokens > max_model_len:
+        raise PromptTooLongError(
+            f"prompt {index} has {length} tokens; with max_tokens={max_tokens} it passes max_model_len {max_model_len}: "
+            f"ask for at most {max_model_len - length}, or start the model with a larger max_model_len"
+        )
+
+
+def check_capture_layers(layers: Any, layer_count: int) -> list[int]:
+    """Return the layers to capture, sorted, each once.
+
+    Raises
+    ------
+    RequestError
+        If one does not exist, or there is none.
+    """
+    if isinstance(layers, int) and not isinstance(layers, bool):
+        layers = [layers]
+    if isinstance(layers, str) or not hasattr(layers, "__iter__"):
+        raise RequestError(f"capture_layers: expected layer numbers, got {layers!r}")
+    try:
+        chosen = sorted({check_layer(layer, layer_count) for layer in layers})
+    except SteeringError as error:
+        raise RequestError(f"capture_layers: {error}") from None
+    if not chosen:
+        raise RequestError("capture_layers is empty: name at least one layer, or leave it out")
+    return chosen
+
+
+def steering_per_prompt(steering: Steering, count: int) -> list[SteeringSpec | None]:
+    """Return one entry per prompt; None is the session-wide steering.
+
+    Raises
+    ------
+    RequestError
+        If a list has another length than there are prompts.
+    """
+    if steering is None or isinstance(steering, SteeringSpec):
+        return [steering] * count
+    if isinstance(steering, Sequence) and not isinstance(steering, str):
+        if len(steering) != count:
+            raise RequestError(f"steering: {len(steering)} specs for {count} prompts; give one each, or a single one")
+        for index, spec in enumerate(steering):
+            if spec is not None and not isinstance(spec, SteeringSpec):
+                raise RequestError(f"steering[{index}]: expected SteeringSpec or None, got {type(spec).__name__}")
+        return list(steering)
+    raise RequestError(f"steering: expected a SteeringSpec, a list of them, or None, got {type(steering).__name__}")

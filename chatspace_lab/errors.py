@@ -1,0 +1,87 @@
+"""Every error that chatspace-lab raises on purpose.
+
+::
+
+    LabError
+    ├── ConfigError (TypeError, ValueError)   a configuration that cannot work
+    ├── SteeringError (ValueError)            a vector, a spec or a layer that cannot be used
+    ├── RequestError (ValueError)             an argument of generate, chat or stream that cannot be used
+    │   └── PromptTooLongError                the prompt, or the prompt and its answer, do not fit the model
+    ├── CaptureError (RuntimeError)           captured activations cannot be given
+    │   ├── CaptureNotFetchedError            they are still in the workers
+    │   ├── CaptureClosedError                the handle was closed
+    │   └── CaptureLimitError                 unfetched captures hold all the memory they may
+    ├── MessageLocationError (LookupError)    a message cannot be found in the rendered prompt
+    ├── UnsupportedError (RuntimeError)       this vLLM, model or engine option is not supported; says which and why
+    ├── EngineStartError (RuntimeError)       the engine did not start
+    ├── EngineDeadError (RuntimeError)        the engine or one of its workers is gone
+    └── WorkerError (RuntimeError)            a worker failed; carries the worker's own traceback
+
+An error from a worker is raised here as one of these, with the worker's traceback as its cause.
+"""
+
+from __future__ import annotations
+
+
+class LabError(Exception):
+    """Base of all errors of chatspace-lab."""
+
+
+class ConfigError(LabError, TypeError, ValueError):
+    """A configuration that cannot work: an unknown option, or options that contradict each other."""
+
+
+class SteeringError(LabError, ValueError):
+    """A vector, a steering spec or a layer that cannot be used."""
+
+
+class RequestError(LabError, ValueError):
+    """An argument of generate, chat or stream that cannot be used."""
+
+
+class PromptTooLongError(RequestError):
+    """The prompt, or the prompt together with the answer asked for, does not fit the model's context."""
+
+
+class CaptureError(LabError, RuntimeError):
+    """Captured activations cannot be given."""
+
+
+class CaptureNotFetchedError(CaptureError):
+    """The activations are still in the workers: await ``fetch_captures_batch`` first."""
+
+
+class CaptureClosedError(CaptureError):
+    """The handle was closed, and its activations with it."""
+
+
+class CaptureLimitError(CaptureError):
+    """Captures that nobody fetched hold as much memory as they may."""
+
+
+class MessageLocationError(LabError, LookupError):
+    """A message cannot be located in the prompt that the engine was given."""
+
+
+class UnsupportedError(LabError, RuntimeError):
+    """This version of vLLM, this model or this engine option is not supported."""
+
+
+class EngineStartError(LabError, RuntimeError):
+    """The engine did not start; the cause says why."""
+
+
+class EngineDeadError(LabError, RuntimeError):
+    """The engine, or one of its workers, is gone. Close the model and make a new one."""
+
+
+class WorkerError(LabError, RuntimeError):
+    """A worker failed. Its own traceback is the cause of this error."""
+
+
+class WorkerTracebackError(Exception):
+    """The text of a traceback in another process, shown as the cause of an error raised here."""
+
+    def __str__(self) -> str:
+        """Return the worker's traceback, set off from the local one."""
+        return f"\n--- in the worker ---\n{self.args[0].rstrip()}\n---------------------"

@@ -1,0 +1,180 @@
+"""What vLLM loads into its workers (``worker_extension_cls``): installation at load, and the RPCs of the kernel.
+
+Importing this module wraps ``Worker.load_model`` once, in a process that vLLM started for us; a worker that was not
+configured with this extension goes through untouched.
+"""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.forward_context import set_forward_context
+from vllm.v1.worker import gpu_worker
+
+from chatspace_lab import wire
+from chatspace_lab.errors import UnsupportedError
+from chatspace_lab.runtime import layers, operator, v1, v2
+from chatspace_lab.runtime.core import Runtime
+from chatspace_lab.runtime.store import CaptureStore
+from chatspace_lab.runtime.tables import Tables
+from chatspace_lab.runtime.watch import watch_owner
+
+PROBE_TOKENS = 8
+
+
+def _answers(method: Callable[..., Any]) -> Callable[..., list[Any]]:
+    """Turn what an RPC returns or raises into plain data."""
+
+    @functools.wraps(method)
+    def answer(*args: Any, **kwargs: Any) -> list[Any]:
+        try:
+            return wire.ok(method(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001 - it travels to the kernel, and is raised there
+            return wire.failed(error, traceback.format_exc())
+
+    return answer
+
+
+class SteeringWorkerExtension:
+    """RPCs that the kernel calls by name. Every worker answers; all hold the same state."""
+
+    chatspace_lab_runtime: Runtime
+    chatspace_lab_facts: dict[str, Any]
+
+    @_answers
+    def chatspace_lab_describe(self) -> dict[str, Any]:
+        """Return what the kernel must know of the model."""
+        return self.chatspace_lab_facts
+
+    @_answers
+    def chatspace_lab_put_vectors(self, rows: Sequence[int], data: bytes) -> None:
+        """Write vectors into the bank."""
+        self.chatspace_lab_runtime.tables.put_vectors(rows, data)
+
+    @_answers
+    def chatspace_lab_fetch(self, wanted: Sequence[tuple[str, int]], shared: bool) -> dict[str, Any] | None:
+        """Return captured rows. All workers of a tensor-parallel engine hold the same; the first one sends them."""
+        self.chatspace_lab_runtime.backend.drain()
+        if self.rank:  # type: ignore[attr-defined]  # of vLLM's WorkerBase
+            return None
+        return self.chatspace_lab_runtime.store.fetch([(key, stop) for key, stop in wanted], shared=shared)
+
+    @_answers
+    def chatspace_lab_release(self, keys: Sequence[str], tokens: Sequence[str]) -> None:
+        """Drop captures and transfer files."""
+        self.chatspace_lab_runtime.store.release(keys, tokens)
+
+    @_answers
+    def chatspace_lab_stats(self) -> dict[str, Any]:
+        """Return what the worker holds for us."""
+        return self.chatspace_lab_runtime.stats()
+
+
+def _adapter(runner: Any) -> ModuleType:
+    """Return the module that knows this runner."""
+    bases = {base.__module__ for base in type(runner).__mro__}
+    for module in (v2, v1):
+        if module.MODULE in bases:
+            missing = [name for name in module.READS if not _has(runner, name)]
+            if missing:
+                raise UnsupportedError(
+                    f"this vLLM's model runner ({module.MODULE}) lacks {', '.join(missing)}, which chatspace-lab reads"
+                )
+            return module
+    raise UnsupportedError(f"unknown model runner {type(runner).__module__}.{type(runner).__name__}")
+
+
+def _has(value: Any, path: str) -> bool:
+    for name in path.split("."):
+        if not hasattr(value, name):
+            return False
+        value = getattr(value, name)
+    return True
+
+
+def _probe(worker: Any, model: torch.nn.Module) -> None:
+    """Run the model over a few tokens without a KV cache, as vLLM's own profiling run does."""
+    runner = worker.model_runner
+    ids = torch.arange(PROBE_TOKENS, device=runner.device, dtype=torch.int32)
+    positions = torch.arange(PROBE_TOKENS, device=runner.device)
+    with (
+        torch.inference_mode(),
+        set_current_vllm_config(worker.vllm_config),
+        set_forward_context(None, worker.vllm_config, num_tokens=PROBE_TOKENS, skip_compiled=True),
+    ):
+        model(input_ids=ids, positions=positions, intermediate_tensors=None)
+
+
+def _install(worker: Any) -> None:
+    watch_owner()
+    runner, config = worker.model_runner, worker.vllm_config
+    adapter = _adapter(runner)
+    options: wire.EngineOptions = config.additional_config[wire.EXTRA]
+    model = runner.get_model()
+    architecture = type(model).__name__
+    text_config = config.model_config.hf_text_config
+    count, hidden_size = text_config.num_hidden_layers, config.model_config.get_hidden_size()
+    blocks = layers.find_blocks(model, count)
+    calls = layers.record_calls(blocks, lambda: _probe(worker, model))
+    with (
+        torch.inference_mode(),
+        set_current_vllm_config(config),
+        set_forward_context(None, config, num_tokens=PROBE_TOKENS),
+    ):
+        form = layers.output_form(blocks, calls, hidden_size, architecture)
+    tables = Tables(
+        layers=count,
+        hidden_size=hidden_size,
+        max_programs=runner.max_num_reqs,
+        max_ops=options["max_ops_per_layer"],
+        max_vectors=options["max_vectors"],
+        max_tokens=runner.max_num_tokens,
+        device=runner.device,
+    )
+    dtype = config.model_config.dtype
+    store = CaptureStore(hidden_size, dtype, options["max_capture_bytes"])
+    if runner.device.type == "cpu":
+        from chatspace_lab.runtime.backend_cpu import CpuBackend as DeviceBackend
+    elif runner.device.type == "cuda":
+        from chatspace_lab.runtime.backend_cuda import CudaBackend as DeviceBackend  # type: ignore[assignment]
+    else:
+        raise UnsupportedError(f"device {runner.device.type} is not supported, only cpu and cuda")
+    runtime = Runtime(tables, store, DeviceBackend(tables, dtype))
+    layers.install(blocks, form)
+    adapter.attach(runner, runtime)
+    operator.bind(runtime.backend)
+    worker.chatspace_lab_runtime = runtime
+    worker.chatspace_lab_facts = {
+        "architecture": architecture,
+        "layer_count": count,
+        "hidden_size": hidden_size,
+        "dtype": str(dtype).removeprefix("torch."),
+        "runner": adapter.MODULE,
+        "block": type(blocks[0]).__name__,
+        "form": "single tensor" if form.residual is None else "hidden + residual",
+    }
+
+
+def _wrap_load_model() -> None:
+    load_model = gpu_worker.Worker.load_model
+    if getattr(load_model, "chatspace_lab", False):
+        return  # this module is imported again when a spawned process re-runs the main script
+
+    @functools.wraps(load_model)
+    def load_model_and_install(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = load_model(self, *args, **kwargs)
+        if self.vllm_config.parallel_config.worker_extension_cls == wire.EXTENSION:
+            _install(self)
+        return result
+
+    load_model_and_install.chatspace_lab = True  # type: ignore[attr-defined]
+    gpu_worker.Worker.load_model = load_model_and_install
+
+
+_wrap_load_model()

@@ -1,0 +1,124 @@
+"""Which token of a step gets which program, and where its activation goes. Pure: no engine, no device.
+
+A runner's batch arrives as :class:`BatchRow` in the order of its tokens. Positions are absolute within a request, so
+chunked prefill, preemption and recomputation need no case of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+
+class BatchRow(NamedTuple):
+    """One request's part of a step: ``count`` consecutive tokens from absolute position ``first``."""
+
+    request_id: str
+    count: int
+    first: int
+
+
+class CaptureTarget(Protocol):
+    """Where captured rows of one request go."""
+
+    @property
+    def layers(self) -> Sequence[int]:
+        """Layers to capture, sorted."""
+        ...
+
+    @property
+    def spans(self) -> Sequence[int]:
+        """Positions to capture, as flat spans."""
+        ...
+
+
+@dataclass
+class Routed:
+    """A request as the router sees it."""
+
+    program: bytes = b""
+    steer_spans: Sequence[int] = (0, -1)
+    capture: CaptureTarget | None = None
+
+
+class CaptureMove(NamedTuple):
+    """Rows ``[start, stop)`` of the step's capture buffer belong to ``target`` from position ``first`` on."""
+
+    target: CaptureTarget
+    start: int
+    stop: int
+    first: int
+
+
+@dataclass
+class StepPlan:
+    """What one step does.
+
+    Attributes
+    ----------
+    tokens
+        Number of real tokens of the step.
+    programs
+        [tokens] index into ``distinct``, or None if nothing is steered.
+    distinct
+        Programs that occur, ``b""`` first.
+    capture_rows
+        [captured] indices of the tokens to capture, ascending.
+    capture_layers
+        Layers that anybody captures in this step, sorted.
+    moves
+        Where each part of the captured rows goes.
+    """
+
+    tokens: int
+    programs: np.ndarray | None = None
+    distinct: list[bytes] = field(default_factory=lambda: [b""])
+    capture_rows: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    capture_layers: list[int] = field(default_factory=list)
+    moves: list[CaptureMove] = field(default_factory=list)
+
+
+def overlaps(spans: Sequence[int], first: int, count: int) -> list[tuple[int, int]]:
+    """Return the parts of positions ``[first, first + count)`` inside flat ``spans``, as (start, stop)."""
+    parts = []
+    stop = first + count
+    for low, high in zip(spans[::2], spans[1::2], strict=True):
+        start, end = max(low, first), stop if high < 0 else min(high, stop)
+        if start < end:
+            parts.append((start, end))
+    return parts
+
+
+def plan(batch: Sequence[BatchRow], requests: Mapping[str, Routed]) -> StepPlan:
+    """Lay out one step. Requests that the router was not told about are left alone."""
+    starts = np.cumsum([0, *(row.count for row in batch)])
+    step = StepPlan(tokens=int(starts[-1]))
+    known = [requests.get(row.request_id) for row in batch]
+    steered = [request is not None and bool(request.program) for request in known]
+    if any(steered):
+        index = {b"": 0}
+        programs = np.zeros(step.tokens, dtype=np.int32)
+        for row, start, request in zip(batch, starts, known, strict=False):
+            if request is None or not request.program:
+                continue
+            number = index.setdefault(request.program, len(index))
+            for low, high in overlaps(request.steer_spans, row.first, row.count):
+                programs[start + low - row.first : start + high - row.first] = number
+        step.programs, step.distinct = programs, list(index)
+    layers: set[int] = set()
+    rows: list[np.ndarray] = []
+    filled = 0
+    for row, start, request in zip(batch, starts, known, strict=False):
+        if request is None or request.capture is None:
+            continue
+        for low, high in overlaps(request.capture.spans, row.first, row.count):
+            rows.append(np.arange(start + low - row.first, start + high - row.first))
+            step.moves.append(CaptureMove(request.capture, filled, filled + high - low, low))
+            filled += high - low
+            layers.update(request.capture.layers)
+    if rows:
+        step.capture_rows, step.capture_layers = np.concatenate(rows), sorted(layers)
+    return step

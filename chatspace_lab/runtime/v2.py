@@ -1,0 +1,57 @@
+"""vLLM's V2 model runner (``vllm/v1/worker/gpu/model_runner.py``): its batch, turned into ours.
+
+The only module that names its internals. Everything it reads is listed in :data:`READS`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from chatspace_lab.runtime.core import Runtime
+from chatspace_lab.runtime.routing import BatchRow
+
+MODULE = "vllm.v1.worker.gpu.model_runner"
+READS = (
+    "execute_model",
+    "prepare_inputs",
+    "max_num_tokens",
+    "max_num_reqs",
+    "model_config",
+    "device",
+    "dtype",
+    "get_model",
+)
+BATCH_READS = ("req_ids", "num_reqs", "num_scheduled_tokens", "num_computed_tokens_np")
+
+
+def attach(runner: Any, runtime: Runtime) -> None:
+    """Wrap this runner's own methods; its class is left as it is."""
+    execute_model, prepare_inputs = runner.execute_model, runner.prepare_inputs
+
+    def execute_model_steered(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        # execute_model(scheduler_output, intermediate_tensors, dummy_run, ...) also serves warm-up and profiling.
+        if kwargs.get("dummy_run", args[1] if len(args) > 1 else False):
+            runtime.idle()
+            return execute_model(scheduler_output, *args, **kwargs)
+        runtime.admit(
+            scheduler_output.finished_req_ids,
+            (
+                (new.req_id, new.sampling_params.extra_args if new.sampling_params else None)
+                for new in scheduler_output.scheduled_new_reqs
+            ),
+        )
+        result = execute_model(scheduler_output, *args, **kwargs)
+        if scheduler_output.total_num_scheduled_tokens:
+            runtime.finish()
+        return result
+
+    def prepare_inputs_steered(*args: Any, **kwargs: Any) -> Any:
+        batch = prepare_inputs(*args, **kwargs)
+        count = batch.num_reqs
+        counts = batch.num_scheduled_tokens[:count].tolist()
+        first = batch.num_computed_tokens_np[:count].tolist()
+        runtime.begin([BatchRow(*row) for row in zip(batch.req_ids, counts, first, strict=True)])
+        return batch
+
+    runner.execute_model = execute_model_steered
+    runner.prepare_inputs = prepare_inputs_steered

@@ -1,0 +1,34 @@
+"""Ends the engine when the process that owns it is gone.
+
+vLLM's engine process does not notice that its parent was killed: it idles on, its pipes held open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+
+import psutil
+
+from chatspace_lab import wire
+
+
+def watch_owner() -> None:
+    """Start a daemon thread that kills this process, and the engine process above it, when the owner dies."""
+    owner_pid = os.environ.get(wire.OWNER_PID)
+    if owner_pid is None:
+        return
+    threading.Thread(target=_watch, args=(int(owner_pid),), name="chatspace-lab-owner-watch", daemon=True).start()
+
+
+def _watch(owner_pid: int) -> None:
+    parent = os.getppid()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(owner_pid).wait()
+    # A worker of a tensor-parallel engine is a child of the engine process, which has no watch of its own.
+    if parent not in (owner_pid, 1):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(parent, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)

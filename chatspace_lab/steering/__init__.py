@@ -1,0 +1,19 @@
+"""Steering specs, and how they are compiled into what the workers run."""
+
+from chatspace_lab.steering.specs import (
+    AblationSpec,
+    AddSpec,
+    LayerSteeringSpec,
+    Operation,
+    ProjectionCapSpec,
+    SteeringSpec,
+)
+
+__all__ = [
+    "AblationSpec",
+    "AddSpec",
+    "LayerSteeringSpec",
+    "Operation",
+    "ProjectionCapSpec",
+    "SteeringSpec",
+]

@@ -1,0 +1,114 @@
+"""Compiling a steering spec into what the workers run, and into the salt that keeps KV caches apart."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from chatspace_lab import wire
+from chatspace_lab.errors import SteeringError
+from chatspace_lab.steering.specs import AblationSpec, AddSpec, Operation, ProjectionCapSpec, SteeringSpec
+from chatspace_lab.steering.vectors import content_key
+
+
+@dataclass(frozen=True)
+class Program:
+    """A checked spec, ready to be sent: the vectors by content, and the operations that name them by index.
+
+    Attributes
+    ----------
+    vectors
+        Content key to ``[hidden_size]`` float32 CPU vector, each once.
+    ops
+        Array of :data:`chatspace_lab.wire.OP`; ``row`` is an index into ``vectors`` until :meth:`payload` places it.
+    """
+
+    vectors: dict[bytes, torch.Tensor]
+    ops: np.ndarray
+
+    def payload(self, rows: Sequence[int]) -> bytes:
+        """Return the operations as bytes, with the bank row of each vector in place of its index."""
+        placed = self.ops.copy()
+        placed["row"] = np.asarray(rows, dtype=np.int32)[placed["row"]]
+        return placed.tobytes()
+
+    def salt(self, spans: Sequence[int]) -> str:
+        """Name the program by content, and by the positions it acts on: equal salts may share a KV cache."""
+        digest = hashlib.blake2b(digest_size=16)
+        for key in self.vectors:
+            digest.update(key)
+        digest.update(self.ops.tobytes())
+        digest.update(np.asarray(spans, dtype=np.int64).tobytes())
+        return f"chatspace-lab:{digest.hexdigest()}"
+
+
+def _encode(operation: Operation) -> tuple[int, float, float]:
+    if isinstance(operation, AddSpec):
+        return wire.ADD, operation.scale, 0.0
+    if isinstance(operation, ProjectionCapSpec):
+        low = -np.inf if operation.min is None else operation.min
+        high = np.inf if operation.max is None else operation.max
+        return wire.CAP, low, high
+    return wire.ABLATE, operation.scale, 0.0
+
+
+def check_layer(layer: object, layer_count: int) -> int:
+    """Return ``layer`` as an index into the model's decoder blocks.
+
+    Raises
+    ------
+    SteeringError
+        If it is no whole number in ``[0, layer_count)``.
+    """
+    if isinstance(layer, bool) or not hasattr(layer, "__index__"):
+        raise SteeringError(f"a layer is a whole number, got {layer!r}")
+    index = int(layer.__index__())
+    if not 0 <= index < layer_count:
+        raise SteeringError(f"layer {index} does not exist: this model has layers 0 to {layer_count - 1}")
+    return index
+
+
+def compile_spec(spec: SteeringSpec, *, layer_count: int, hidden_size: int, max_ops_per_layer: int) -> Program | None:
+    """Check ``spec`` against a model and compile it.
+
+    Returns
+    -------
+    Program or None
+        None for the spec that does nothing.
+
+    Raises
+    ------
+    SteeringError
+        Naming the layer, if it does not exist, a vector has another length than ``hidden_size``, or a layer has more
+        than ``max_ops_per_layer`` operations.
+    """
+    if not isinstance(spec, SteeringSpec):
+        raise SteeringError(f"expected a SteeringSpec, got {type(spec).__name__}")
+    if not spec:
+        return None
+    vectors: dict[bytes, torch.Tensor] = {}
+    indices: dict[bytes, int] = {}
+    ops: list[tuple[int, int, int, float, float]] = []
+    for layer, layer_spec in spec.layers.items():
+        check_layer(layer, layer_count)
+        if len(layer_spec.steps) > max_ops_per_layer:
+            raise SteeringError(
+                f"layer {layer}: {len(layer_spec.steps)} operations, at most {max_ops_per_layer} fit; "
+                f"raise max_ops_per_layer in the configuration"
+            )
+        for operation in layer_spec.steps:
+            vector = operation.vector
+            if vector.numel() != hidden_size:
+                raise SteeringError(
+                    f"layer {layer}: {type(operation).__name__}.vector has {vector.numel()} entries, "
+                    f"this model's hidden size is {hidden_size}"
+                )
+            key = content_key(vector)
+            vectors.setdefault(key, vector)
+            kind, a, b = _encode(operation)
+            ops.append((layer, kind, indices.setdefault(key, len(indices)), a, b))
+    return Program(vectors, np.array(ops, dtype=wire.OP))

@@ -1,0 +1,271 @@
+"""What a user says about steering: frozen, checked when made, independent of any engine.
+
+The operations act on the whole residual stream x after a decoder block (TransformerLens: ``resid_post``), in float32:
+
+=============  ==========================================  ==============================
+operation      effect on x                                 source of the method
+=============  ==========================================  ==============================
+add            ``x + scale·v``                             activation addition, Turner et al. 2023, arXiv:2308.10248
+projection cap ``x + (clip(x·u, min, max) − x·u)·u``       projection clamping; u of unit length
+ablation       ``x + (scale − 1)(x·u)·u``                  directional ablation (scale 0), Arditi et al. 2024,
+                                                           arXiv:2406.11717
+=============  ==========================================  ==============================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from chatspace_lab.errors import SteeringError
+from chatspace_lab.steering.vectors import as_direction, as_number, as_vector
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor):
+        return torch.equal(left, right)
+    return bool(left == right)
+
+
+class _ByValue:
+    """Equality over dataclass fields that may be tensors."""
+
+    __dataclass_fields__: dict[str, Any]
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return NotImplemented
+        return all(_same(getattr(self, name), getattr(other, name)) for name in self.__dataclass_fields__)
+
+
+@dataclass(frozen=True, eq=False)
+class AddSpec(_ByValue):
+    """Add ``scale · vector`` to the residual stream.
+
+    Attributes
+    ----------
+    vector
+        ``[hidden_size]``, kept as given (not normalised) in a float32 CPU copy: editing the original changes nothing.
+    scale
+        Factor, in units of the vector's own length.
+    """
+
+    vector: torch.Tensor
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "vector", as_vector(self.vector, "AddSpec.vector"))
+        object.__setattr__(self, "scale", as_number(self.scale, "AddSpec.scale"))
+
+
+@dataclass(frozen=True, eq=False)
+class ProjectionCapSpec(_ByValue):
+    """Clamp the component along a direction to ``[min, max]``; the orthogonal part does not move.
+
+    Attributes
+    ----------
+    vector
+        ``[hidden_size]``. Stored at unit length, whatever length was given.
+    min, max
+        Bounds of ``x · vector`` in residual-stream units; None is no bound. At least one is needed.
+    """
+
+    vector: torch.Tensor
+    min: float | None = None
+    max: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "vector", as_direction(self.vector, "ProjectionCapSpec.vector"))
+        for name in ("min", "max"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, as_number(getattr(self, name), f"ProjectionCapSpec.{name}"))
+        if self.min is None and self.max is None:
+            raise SteeringError("ProjectionCapSpec: give min, max or both; without a bound nothing is capped")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise SteeringError(f"ProjectionCapSpec: min {self.min} is greater than max {self.max}")
+
+
+@dataclass(frozen=True, eq=False)
+class AblationSpec(_ByValue):
+    """Multiply the component along a direction by ``scale``.
+
+    Attributes
+    ----------
+    vector
+        ``[hidden_size]``. Stored at unit length, whatever length was given.
+    scale
+        0 removes the component, 1 leaves it, 2 doubles it, −1 reflects it.
+    """
+
+    vector: torch.Tensor
+    scale: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "vector", as_direction(self.vector, "AblationSpec.vector"))
+        object.__setattr__(self, "scale", as_number(self.scale, "AblationSpec.scale"))
+
+
+Operation = AddSpec | ProjectionCapSpec | AblationSpec
+
+
+@dataclass(frozen=True, eq=False)
+class LayerSteeringSpec(_ByValue):
+    """The operations on one layer, in the order in which they act.
+
+    ``add``, ``projection_cap`` and ``ablation`` act in that order. ``operations`` gives any number in any order and
+    excludes the other three.
+
+    Attributes
+    ----------
+    add, projection_cap, ablation
+        At most one operation of each kind.
+    operations
+        As given, in the order in which they act; empty when the other three are used. :attr:`steps` has both cases.
+
+    Raises
+    ------
+    SteeringError
+        If there is no operation, or both forms are used.
+    """
+
+    add: AddSpec | None = None
+    projection_cap: ProjectionCapSpec | None = None
+    ablation: AblationSpec | None = None
+    operations: Sequence[Operation] = ()
+
+    def __post_init__(self) -> None:
+        named: list[Operation] = []
+        for name, kind in (("add", AddSpec), ("projection_cap", ProjectionCapSpec), ("ablation", AblationSpec)):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise SteeringError(
+                    f"LayerSteeringSpec.{name}: expected {kind.__name__} or None, got {type(value).__name__}"
+                )
+            if value is not None:
+                named.append(value)
+        given = tuple(self.operations)
+        for index, operation in enumerate(given):
+            if not isinstance(operation, Operation):
+                raise SteeringError(
+                    f"LayerSteeringSpec.operations[{index}]: expected AddSpec, ProjectionCapSpec or AblationSpec, "
+                    f"got {type(operation).__name__}"
+                )
+        if named and given:
+            raise SteeringError("LayerSteeringSpec: use add/projection_cap/ablation or operations, not both")
+        if not named and not given:
+            raise SteeringError("LayerSteeringSpec is empty: give at least one operation")
+        object.__setattr__(self, "operations", given)
+
+    @property
+    def steps(self) -> tuple[Operation, ...]:
+        """All operations in the order in which they act."""
+        named = (self.add, self.projection_cap, self.ablation)
+        return tuple(self.operations) or tuple(op for op in named if op is not None)
+
+    def without(self, kind: type) -> LayerSteeringSpec | None:
+        """Return this spec without its operations of one kind; None if none is left."""
+        left = tuple(op for op in self.steps if not isinstance(op, kind))
+        return _layer_spec(left)
+
+    def with_operation(self, operation: Operation) -> LayerSteeringSpec:
+        """Return this spec with ``operation`` in place of those of its kind (in add, cap, ablate order)."""
+        others = [op for op in self.steps if not isinstance(op, type(operation))]
+        order = (AddSpec, ProjectionCapSpec, AblationSpec)
+        merged = sorted([*others, operation], key=lambda op: order.index(type(op)))
+        spec = _layer_spec(tuple(merged))
+        assert spec is not None  # noqa: S101 - it holds at least `operation`
+        return spec
+
+
+def _layer_spec(operations: tuple[Operation, ...]) -> LayerSteeringSpec | None:
+    """Build a layer spec, with the named fields filled where the operations allow it."""
+    if not operations:
+        return None
+    names = {AddSpec: "add", ProjectionCapSpec: "projection_cap", AblationSpec: "ablation"}
+    kinds = [type(op) for op in operations]
+    ordered = [kind for kind in names if kind in kinds]
+    if kinds == ordered:
+        return LayerSteeringSpec(**{names[type(op)]: op for op in operations})  # type: ignore[arg-type]
+    return LayerSteeringSpec(operations=operations)
+
+
+@dataclass(frozen=True, eq=False)
+class SteeringSpec(_ByValue):
+    """What is done at which layers.
+
+    ``SteeringSpec.none()`` says "no steering" explicitly: to run one request unsteered while the model is steered, or
+    to clear. A spec without layers that is written any other way is an error, since it is nearly always a mistake.
+
+    Attributes
+    ----------
+    layers
+        Layer index (0-based; the output of that decoder block) to :class:`LayerSteeringSpec`. Read-only.
+    """
+
+    layers: Mapping[int, LayerSteeringSpec] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.layers, Mapping):
+            raise SteeringError(
+                f"SteeringSpec.layers: expected a dict of layer to spec, got {type(self.layers).__name__}"
+            )
+        layers: dict[int, LayerSteeringSpec] = {}
+        for layer, spec in self.layers.items():
+            if isinstance(layer, bool) or not hasattr(layer, "__index__"):
+                raise SteeringError(f"SteeringSpec.layers: a layer is a whole number, got {layer!r}")
+            if not isinstance(spec, LayerSteeringSpec):
+                raise SteeringError(
+                    f"SteeringSpec.layers[{layer}]: expected LayerSteeringSpec, got {type(spec).__name__}"
+                )
+            layers[layer.__index__()] = spec
+        if not layers:
+            raise SteeringError("SteeringSpec is empty: name at least one layer, or say SteeringSpec.none()")
+        object.__setattr__(self, "layers", MappingProxyType(dict(sorted(layers.items()))))
+
+    @classmethod
+    def none(cls) -> SteeringSpec:
+        """Return the spec that does nothing, on purpose."""
+        spec = object.__new__(cls)
+        object.__setattr__(spec, "layers", MappingProxyType({}))
+        return spec
+
+    @classmethod
+    def at(cls, layers: int | Sequence[int], *operations: Operation) -> SteeringSpec:
+        """Return a spec with the same operations at one or several layers."""
+        chosen = [layers] if isinstance(layers, int) else list(layers)
+        spec = _layer_spec(tuple(operations))
+        if spec is None:
+            raise SteeringError("SteeringSpec.at: give at least one operation")
+        return cls(layers=dict.fromkeys(chosen, spec))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_spec_from, (dict(self.layers),))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SteeringSpec:
+        return self
+
+    def __bool__(self) -> bool:
+        return bool(self.layers)
+
+    def __iter__(self) -> Iterator[tuple[int, Operation]]:
+        """Yield (layer, operation) in the order in which they act."""
+        for layer, spec in self.layers.items():
+            for operation in spec.steps:
+                yield layer, operation
+
+    def with_layer(self, layer: int, spec: LayerSteeringSpec | None) -> SteeringSpec:
+        """Return this spec with the operations of one layer replaced, or removed with None."""
+        layers = dict(self.layers)
+        layers.pop(layer, None)
+        if spec is not None:
+            layers[layer] = spec
+        return replace(self, layers=layers) if layers else SteeringSpec.none()
+
+
+def _spec_from(layers: dict[int, LayerSteeringSpec]) -> SteeringSpec:
+    return SteeringSpec(layers=layers) if layers else SteeringSpec.none()

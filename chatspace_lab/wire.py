@@ -1,0 +1,74 @@
+"""What crosses between the kernel and the workers: names, and payloads of plain numbers, strings and bytes.
+
+Nothing here is pickled. A request carries its own steering program and its capture wish in
+``SamplingParams.extra_args[EXTRA]``; vectors travel ahead of it, once each, by RPC into the workers' bank.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict
+
+import numpy as np
+
+EXTRA = "chatspace_lab"
+"""Key of our entry in ``SamplingParams.extra_args``, and in ``VllmConfig.additional_config``."""
+
+EXTENSION = "chatspace_lab.runtime.extension.SteeringWorkerExtension"
+"""Qualified name given to vLLM as ``worker_extension_cls``."""
+
+OWNER_PID = "CHATSPACE_LAB_OWNER_PID"
+"""Environment variable with the process whose death ends the engine."""
+
+RPC_DESCRIBE = "chatspace_lab_describe"
+RPC_PUT_VECTORS = "chatspace_lab_put_vectors"
+RPC_FETCH = "chatspace_lab_fetch"
+RPC_RELEASE = "chatspace_lab_release"
+RPC_STATS = "chatspace_lab_stats"
+
+ADD, CAP, ABLATE = 1, 2, 3
+"""Kinds of operation; 0 marks an unused entry."""
+
+OP = np.dtype([("layer", "<i4"), ("kind", "<i4"), ("row", "<i4"), ("a", "<f4"), ("b", "<f4")])
+"""One operation of a program. add: a = scale. cap: a = min, b = max. ablate: a = scale. ``row`` is a bank row."""
+
+
+class RequestPayload(TypedDict):
+    """What the workers are told about one request.
+
+    ``key`` names its captures. ``ops`` is an array of :data:`OP` as bytes, in order. ``steer_spans`` and
+    ``capture_spans`` are flat lists start, end, start, end, … of absolute positions, sorted and disjoint; an end of −1
+    is "no end". ``capture_layers`` is sorted.
+    """
+
+    key: str
+    ops: bytes
+    steer_spans: list[int]
+    capture_layers: list[int]
+    capture_spans: list[int]
+
+
+class EngineOptions(TypedDict):
+    """What the workers are told about themselves, by ``VllmConfig.additional_config``.
+
+    It is part of the hash that names vLLM's compile cache, so a model compiled without our operator is never served.
+    """
+
+    version: str
+    max_vectors: int
+    max_ops_per_layer: int
+    max_capture_bytes: int
+
+
+def everywhere() -> list[int]:
+    """Return the span list that means every position."""
+    return [0, -1]
+
+
+def ok(value: Any) -> list[Any]:
+    """Wrap what an RPC returns."""
+    return ["ok", value]
+
+
+def failed(error: BaseException, traceback_text: str) -> list[Any]:
+    """Wrap what an RPC raised."""
+    return ["error", type(error).__name__, str(error), traceback_text]
