@@ -13,6 +13,7 @@
     │   └── CaptureLimitError                 unfetched captures hold all the memory they may
     ├── MessageLocationError (LookupError)    a message cannot be found in the rendered prompt
     ├── UnsupportedError (RuntimeError)       this vLLM, model or engine option is not supported; says which and why
+    ├── DemoModelError (RuntimeError)         the packaged demo model cannot be made; says what to install
     ├── EngineStartError (RuntimeError)       the engine did not start
     ├── EngineDeadError (RuntimeError)        the engine or one of its workers is gone
     └── WorkerError (RuntimeError)            a worker failed; carries the worker's own traceback
@@ -65,6 +66,10 @@ class MessageLocationError(LabError, LookupError):
 
 class UnsupportedError(LabError, RuntimeError):
     """This version of vLLM, this model or this engine option is not supported."""
+
+
+class DemoModelError(LabError, RuntimeError):
+    """The packaged demo model cannot be made: a package is missing, or its folder is incomplete."""
 
 
 class EngineStartError(LabError, RuntimeError):
