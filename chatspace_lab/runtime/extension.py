@@ -134,7 +134,8 @@ def _install(worker: Any) -> None:
         max_programs=runner.max_num_reqs,
         max_ops=options["max_ops_per_layer"],
         max_vectors=options["max_vectors"],
-        max_tokens=runner.max_num_tokens,
+        # A captured graph may be padded beyond the scheduler's budget.
+        max_tokens=max(runner.max_num_tokens, config.compilation_config.max_cudagraph_capture_size or 0),
         device=runner.device,
     )
     dtype = config.model_config.dtype

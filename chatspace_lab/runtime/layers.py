@@ -7,6 +7,7 @@ on their sum (its first computation must not change when a random tensor is move
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -120,7 +121,7 @@ def output_form(blocks: nn.ModuleList, calls: list[_Call], hidden_size: int, arc
         Naming the architecture and what could not be shown.
     """
     forms = set()
-    for index, (before, after) in enumerate(zip(calls, calls[1:], strict=False)):
+    for index, (before, after) in enumerate(itertools.pairwise(calls)):
         outputs = _tensors(before.output)
         handed = [
             position
@@ -136,7 +137,7 @@ def output_form(blocks: nn.ModuleList, calls: list[_Call], hidden_size: int, arc
             hidden, residual = handed
             if not _works_on_sum(blocks[index + 1], after, outputs[hidden], outputs[residual]):
                 raise UnsupportedError(
-                    f"{architecture}: a decoder block returns two tensors whose sum is not what the next block works on; "
+                    f"{architecture}: a block returns two tensors whose sum is not what the next block works on; "
                     f"this form is not known and is not guessed"
                 )
             forms.add(OutputForm(hidden, residual))

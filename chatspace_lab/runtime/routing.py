@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import torch
 
 
 class BatchRow(NamedTuple):
@@ -32,6 +33,10 @@ class CaptureTarget(Protocol):
     @property
     def spans(self) -> Sequence[int]:
         """Positions to capture, as flat spans."""
+        ...
+
+    def write(self, first: int, values: torch.Tensor) -> None:
+        """Take ``values`` [layers, n, hidden_size] for positions ``first`` to ``first + n``."""
         ...
 
 

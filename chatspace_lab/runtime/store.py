@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,13 +35,14 @@ class CaptureBuffer:
 
     def write(self, first: int, values: torch.Tensor) -> None:
         """Store ``values`` [layers, n, hidden_size] at positions ``first`` to ``first + n``."""
-        if self.closed or self.failure:
-            return
-        stop = first + values.shape[1]
-        if stop > self._rows.shape[1] and not self._grow(stop):
-            return
-        self._rows[:, first:stop] = values
-        self._written[first:stop] = True
+        with self._store.lock:  # on a GPU rows are written by a thread of their own
+            if self.closed or self.failure:
+                return
+            stop = first + values.shape[1]
+            if stop > self._rows.shape[1] and not self._grow(stop):
+                return
+            self._rows[:, first:stop] = values
+            self._written[first:stop] = True
 
     def _grow(self, needed: int) -> bool:
         held = self._rows.shape[1]
@@ -52,8 +54,8 @@ class CaptureBuffer:
         )
         if not self._store.reserve(extra * self._rows.element_size()):
             self.failure = (
-                f"unfetched captures would pass max_capture_bytes ({self._store.limit:,} bytes): fetch or close earlier "
-                f"handles, capture fewer layers, or raise max_capture_bytes"
+                f"unfetched captures would pass max_capture_bytes ({self._store.limit:,} bytes): fetch or close "
+                f"earlier handles, capture fewer layers, or raise max_capture_bytes"
             )
             self._discard()
             return False
@@ -71,9 +73,10 @@ class CaptureBuffer:
 
     def close(self) -> None:
         """Drop the rows; later writes are ignored."""
-        if not self.closed:
-            self._discard()
-            self.closed = True
+        with self._store.lock:
+            if not self.closed:
+                self._discard()
+                self.closed = True
 
     def positions(self, stop: int) -> np.ndarray:
         """Return the positions below ``stop`` that are captured, ascending.
@@ -118,6 +121,7 @@ class CaptureStore:
     def __init__(self, hidden_size: int, dtype: torch.dtype, limit: int) -> None:
         self.hidden_size, self.dtype, self.limit = hidden_size, dtype, limit
         self.nbytes = 0
+        self.lock = threading.Lock()
         self._buffers: dict[str, CaptureBuffer] = {}
         self._files: dict[str, int] = {}
         self._numbers = itertools.count()

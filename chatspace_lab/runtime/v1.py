@@ -23,7 +23,6 @@ READS = (
     "max_num_reqs",
     "model_config",
     "device",
-    "dtype",
     "get_model",
 )
 

@@ -18,7 +18,6 @@ READS = (
     "max_num_reqs",
     "model_config",
     "device",
-    "dtype",
     "get_model",
 )
 BATCH_READS = ("req_ids", "num_reqs", "num_scheduled_tokens", "num_computed_tokens_np")

@@ -1,0 +1,193 @@
+"""The demo model on a GPU against Hugging Face on the same GPU, CUDA graphs on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from chatspace_lab import AblationSpec, AddSpec, ProjectionCapSpec, SteeringSpec, VLLMSteeringConfig, VLLMSteerModel
+
+PROMPTS = [
+    "The capital of France is",
+    "Rivers carry water from the mountains to the sea, and",
+    "One two three four five six",
+    "def fibonacci(n):",
+]
+
+
+def folder() -> str:
+    given = os.environ.get("CHATSPACE_LAB_DEMO_MODEL")
+    if given:
+        return given
+    from chatspace_lab.models import demo_model
+
+    return demo_model()
+
+
+def start(dtype: str, **options: Any) -> VLLMSteerModel:
+    eager = options.pop("enforce_eager", False)
+    config = VLLMSteeringConfig(folder(), max_model_len=1024, dtype=dtype, gpu_memory_utilization=0.3, **options)
+    return VLLMSteerModel(config, enforce_eager=eager)
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def model(request: pytest.FixtureRequest) -> Iterator[VLLMSteerModel]:
+    model = start(request.param)
+    yield model
+    model.close()
+
+
+@pytest.fixture(scope="module")
+def hf() -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder(), dtype=torch.float32).cuda()
+
+
+def oracle(hf: Any, ids: list[int], spec: SteeringSpec | None) -> torch.Tensor:
+    """Return [layers, tokens, hidden_size] on the GPU: hooks on each block, operations redone in float32."""
+    rows: list[torch.Tensor] = []
+
+    def hook(layer: int) -> Any:
+        def run(module: Any, args: Any, output: Any) -> Any:
+            x = output[0] if isinstance(output, tuple) else output
+            for at, op in spec or ():
+                if at != layer:
+                    continue
+                v = op.vector.cuda()
+                if isinstance(op, AddSpec):
+                    x = x + op.scale * v
+                elif isinstance(op, ProjectionCapSpec):
+                    p = x @ v
+                    x = x + (p.clamp(op.min, op.max) - p)[..., None] * v
+                else:
+                    x = x + (op.scale - 1) * (x @ v)[..., None] * v
+            rows.append(x[0].detach())
+            return (x, *output[1:]) if isinstance(output, tuple) else x
+
+        return run
+
+    handles = [block.register_forward_hook(hook(i)) for i, block in enumerate(hf.model.layers)]
+    with torch.no_grad():
+        hf(torch.tensor([ids]).cuda())
+    for handle in handles:
+        handle.remove()
+    return torch.stack(rows)
+
+
+def specs(hidden_size: int) -> list[SteeringSpec | None]:
+    g = torch.Generator().manual_seed(1)
+    v, u, w = (torch.randn(hidden_size, generator=g) for _ in range(3))
+    stacked = [AddSpec(v), ProjectionCapSpec(u, -1.0, 1.0), AblationSpec(w, 0.25)]
+    return [
+        None,
+        SteeringSpec.at(4, AddSpec(v, 2.0)),
+        SteeringSpec.at([3, 17], ProjectionCapSpec(u, -2.0, 2.0)),
+        SteeringSpec.at([9, 29], AblationSpec(w)),
+        SteeringSpec.at(range(30), *stacked),
+    ]
+
+
+def test_captures_and_operations_match_hugging_face(model: VLLMSteerModel, hf: Any) -> None:
+    async def main() -> None:
+        for spec in specs(model.hidden_size):
+            _, handles = await model.generate(
+                PROMPTS, temperature=0.0, max_tokens=12, steering=spec, capture_layers=range(30)
+            )
+            await model.fetch_captures_batch(handles)
+            for handle in handles:
+                want = oracle(hf, handle.token_ids, spec)
+                for layer in range(30):
+                    got = handle.hidden(layer).cuda().float()
+                    if model.dtype == torch.float32:
+                        error = ((got - want[layer]).norm(dim=-1) / want[layer].norm(dim=-1)).max()
+                        assert error < 2e-4, (spec, layer, error)
+                    else:
+                        cosine = torch.cosine_similarity(got, want[layer], dim=-1).min()
+                        assert cosine > 0.99, (spec, layer, cosine)
+
+    asyncio.run(main())
+
+
+def test_neighbours_are_untouched_bit_for_bit(model: VLLMSteerModel) -> None:
+    async def main() -> None:
+        strong = SteeringSpec.at(range(30), *specs(model.hidden_size)[-1].layers[0].steps)
+        fixed = PROMPTS * 4
+        plain, plain_handles = await model.generate(fixed, temperature=0.0, max_tokens=16, capture_layers=[0, 29])
+        mixed = [strong if i % 2 else SteeringSpec.none() for i in range(len(fixed))]
+        texts, handles = await model.generate(
+            fixed, temperature=0.0, max_tokens=16, steering=mixed, capture_layers=[0, 29]
+        )
+        await model.fetch_captures_batch([*plain_handles, *handles])
+        for i in range(0, len(fixed), 2):
+            assert texts[i] == plain[i]
+            assert torch.equal(handles[i].hidden(29), plain_handles[i].hidden(29))
+        for i in range(1, len(fixed), 2):
+            assert not torch.equal(handles[i].hidden(0)[0], plain_handles[i].hidden(0)[0])
+
+    asyncio.run(main())
+
+
+def test_prefix_cache_never_mixes(model: VLLMSteerModel) -> None:
+    async def main() -> None:
+        long = "A shared preamble about boats, winds and tides. " * 12
+        v = torch.randn(model.hidden_size, generator=torch.Generator().manual_seed(3)) * 3
+        spec = SteeringSpec.at(5, AddSpec(v))
+        first = await model.generate(long, temperature=0.0, max_tokens=12)
+        steered = await model.generate(long, temperature=0.0, max_tokens=12, steering=spec)
+        again = await model.generate(long, temperature=0.0, max_tokens=12)
+        raw = await model.generate(long, temperature=0.0, max_tokens=12, steering=spec, raw_output=True)
+        assert again == first
+        assert raw[0].outputs[0].text == steered[0]
+        assert raw[0].num_cached_tokens > 0
+        assert steered != first
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("path", ["chunked", "preempted", "v1", "eager"])
+def test_other_scheduler_paths(path: str, hf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {}
+    if path == "chunked":
+        options = {"max_num_batched_tokens": 32, "max_num_seqs": 16, "enable_chunked_prefill": True}
+    if path == "preempted":
+        options = {"num_gpu_blocks_override": 66, "enable_prefix_caching": False}
+    if path == "v1":
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    if path == "eager":
+        options = {"enforce_eager": True}
+    model = start("float32", **options)
+
+    async def main() -> None:
+        if path == "v1":
+            assert model._client.facts.runner == "vllm.v1.worker.gpu_model_runner"
+        prompts = [" ".join([word] * 40) for word in ("river", "stone", "cloud", "horse")]
+        spec = specs(model.hidden_size)[-1]
+        mixed = [spec, SteeringSpec.none(), spec, SteeringSpec.none()]
+        _, handles = await model.generate(
+            prompts, temperature=0.0, max_tokens=200, ignore_eos=True, steering=mixed, capture_layers=[0, 11, 29]
+        )
+        await model.fetch_captures_batch(handles)
+        for handle, used in zip(handles, mixed, strict=True):
+            assert len(handle.token_ids) == handle.prompt_len + 199
+            want = oracle(hf, handle.token_ids, used or None)
+            for layer in (0, 11, 29):
+                got = handle.hidden(layer).cuda()
+                assert ((got - want[layer]).norm(dim=-1) / want[layer].norm(dim=-1)).max() < 5e-4
+
+        task = asyncio.create_task(model.generate(prompts, temperature=0.0, max_tokens=500, ignore_eos=True))
+        await asyncio.sleep(0.3)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (await model.generate("The capital of France is", temperature=0.0, max_tokens=2))[0]
+
+    try:
+        asyncio.run(main())
+    finally:
+        model.close()

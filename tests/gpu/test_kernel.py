@@ -1,0 +1,154 @@
+"""The Triton operator against the operations written out in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from chatspace_lab import wire
+from chatspace_lab.runtime.backend_cuda import CudaBackend
+from chatspace_lab.runtime.routing import BatchRow, Routed, plan
+from chatspace_lab.runtime.tables import Tables
+
+LAYERS, TOKENS = 3, 48
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+
+
+def make(hidden_size: int, dtype: torch.dtype) -> tuple[Tables, CudaBackend]:
+    tables = Tables(
+        layers=LAYERS,
+        hidden_size=hidden_size,
+        max_programs=8,
+        max_ops=4,
+        max_vectors=16,
+        max_tokens=TOKENS,
+        device=torch.device("cuda"),
+    )
+    vectors = torch.randn(16, hidden_size)
+    vectors /= vectors.norm(dim=-1, keepdim=True)
+    tables.put_vectors(range(16), vectors.numpy().tobytes())
+    return tables, CudaBackend(tables, dtype)
+
+
+def program(*ops: tuple[int, int, int, float, float]) -> bytes:
+    return np.array(list(ops), dtype=wire.OP).tobytes()
+
+
+PROGRAMS = [
+    program((1, wire.ADD, 3, 2.0, 0.0), (1, wire.CAP, 4, -0.1, 0.1), (1, wire.ABLATE, 5, 0.3, 0.0)),
+    program((0, wire.ADD, 1, 1.0, 0.0), (1, wire.ABLATE, 9, 0.0, 0.0)),
+    program((1, wire.CAP, 2, 0.5, np.inf), (1, wire.ADD, 2, -3.0, 0.0), (1, wire.ADD, 7, 1.0, 0.0)),
+]
+
+
+def redo(x: torch.Tensor, ops: bytes, bank: torch.Tensor, layer: int) -> torch.Tensor:
+    x = x.double()
+    for at, kind, row, a, b in np.frombuffer(ops, dtype=wire.OP).tolist():
+        if at != layer:
+            continue
+        v = bank[row].double()
+        if kind == wire.ADD:
+            x = x + a * v
+        elif kind == wire.CAP:
+            x = x + ((x @ v).clamp(a, b) - x @ v) * v
+        else:
+            x = x + (a - 1) * (x @ v) * v
+    return x
+
+
+class Target:
+    layers = (1,)
+    spans = (0, -1)
+
+    def __init__(self) -> None:
+        self.rows: dict[int, torch.Tensor] = {}
+
+    def write(self, first: int, values: torch.Tensor) -> None:
+        for offset in range(values.shape[1]):
+            self.rows[first + offset] = values[0, offset].clone()
+
+
+def lay_out(target: Target) -> tuple[list[BatchRow], dict[str, Routed]]:
+    batch = [
+        BatchRow(name, count, first) for name, count, first in [("a", 5, 0), ("b", 1, 7), ("c", 9, 3), ("d", 4, 0)]
+    ]
+    requests = {
+        "a": Routed(PROGRAMS[0], (0, -1), target),
+        "c": Routed(PROGRAMS[1], (5, 8), None),
+        "d": Routed(PROGRAMS[2], (0, -1), None),
+    }
+    return batch, requests
+
+
+def expect(hidden: torch.Tensor, residual: torch.Tensor | None, bank: torch.Tensor) -> torch.Tensor:
+    x = hidden.double().cpu() + (0 if residual is None else residual.double().cpu())
+    want = x.clone()
+    for token in range(hidden.shape[0]):
+        if token < 5:
+            want[token] = redo(x[token], PROGRAMS[0], bank, 1)
+        elif 6 <= token < 15 and 5 <= token - 6 + 3 < 8:
+            want[token] = redo(x[token], PROGRAMS[1], bank, 1)
+        elif 15 <= token < 19:
+            want[token] = redo(x[token], PROGRAMS[2], bank, 1)
+    return want
+
+
+@pytest.mark.parametrize("with_residual", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("hidden_size", [64, 576, 1000, 4096, 5120])
+def test_operations_and_captures(hidden_size: int, dtype: torch.dtype, with_residual: bool) -> None:
+    torch.manual_seed(hidden_size)
+    tables, backend = make(hidden_size, dtype)
+    target = Target()
+    batch, requests = lay_out(target)
+    hidden = torch.randn(TOKENS, hidden_size, device="cuda").to(dtype)
+    residual = torch.randn(TOKENS, hidden_size, device="cuda").to(dtype) if with_residual else None
+    if dtype != torch.float16:
+        hidden[2, 7] = 3e4  # an outlier
+    step = plan(batch, requests)
+    slots = tables.place(step.distinct)
+    backend.begin(step, [slots[name] for name in step.distinct])
+    out = backend.apply(hidden, residual, 1)
+    backend.finish()
+    backend.drain()
+    bank = tables.bank.cpu()
+    want = expect(hidden, residual, bank)
+    got = out.double().cpu() + (0 if residual is None else residual.double().cpu())
+    error = ((got - want).norm(dim=-1) / want.norm(dim=-1)).max()
+    assert torch.isfinite(got).all()
+    assert error < TOLERANCE[dtype]
+    untouched = [5, *range(6, 8), *range(11, 15), *range(19, TOKENS)]  # neighbours, other positions, padding
+    assert torch.equal(out[untouched], hidden[untouched])
+    assert sorted(target.rows) == list(range(5))
+    for position, row in target.rows.items():
+        assert ((row.double() - want[position]).norm() / want[position].norm()) < TOLERANCE[dtype]
+
+
+def test_graph_replay_reads_new_contents() -> None:
+    tables, backend = make(576, torch.float32)
+    hidden = torch.randn(TOKENS, 576, device="cuda")
+    residual = torch.randn(TOKENS, 576, device="cuda")
+    backend.apply(hidden, residual, 1)  # compiles before the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = backend.apply(hidden, residual, 1)
+    bank = tables.bank.cpu()
+    for _ in range(3):
+        hidden.normal_()
+        residual.normal_()
+        backend.idle()
+        graph.replay()
+        assert torch.equal(out, hidden)
+        target = Target()
+        batch, requests = lay_out(target)
+        step = plan(batch, requests)
+        slots = tables.place(step.distinct)
+        backend.begin(step, [slots[name] for name in step.distinct])
+        graph.replay()
+        backend.finish()
+        backend.drain()
+        want = expect(hidden, residual, bank)
+        assert ((out.double() + residual.double()).cpu() - want).abs().max() < 1e-4
+        assert all((row.double() - want[at]).abs().max() < 1e-4 for at, row in target.rows.items())
