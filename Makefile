@@ -1,0 +1,20 @@
+# Each target first makes .venv and the demo model if they are not there (.ci/setup); that takes minutes once.
+.PHONY: demo test lab bench lint setup
+
+demo: setup ## one prompt, plain and steered, and what its activations look like
+	@.venv/bin/chatspace-lab demo
+
+test: setup ## all tests and notebooks
+	@.ci/test
+
+lab: setup ## JupyterLab on notebooks/
+	@.venv/bin/jupyter lab --allow-root notebooks
+
+bench: setup ## throughput beside plain vLLM
+	@.venv/bin/chatspace-lab bench
+
+lint: setup ## format, lint and types
+	@.ci/lint
+
+setup:
+	@PYTHON="$(PYTHON)" .ci/setup
