@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import mmap
+import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,9 @@ import torch
 from chatspace_lab import wire
 from chatspace_lab.capture import CaptureHandle
 from chatspace_lab.errors import CaptureClosedError, CaptureError, CaptureLimitError, LabError
+
+MAP_BYTES = 256 << 10
+"""Captures of fewer bytes are copied: a process may hold only so many mappings."""
 
 Rpc = Callable[..., Awaitable[list[Any]]]
 
@@ -50,7 +54,6 @@ class CaptureBroker:
         self._fetching = asyncio.Lock()
         self._held: dict[str, int] = {}
         self._gone: list[str] = []
-        self._mapped: list[str] = []
         self._flush: asyncio.Task[None] | None = None
 
     def admit(self, handles: Sequence[CaptureHandle]) -> None:
@@ -101,58 +104,83 @@ class CaptureBroker:
             asked = [[key, handle.computed] for key, handle in wanted.items()]
             answer = (await self._rpc(wire.RPC_FETCH, asked, self._shared))[0]
             failures = self._receive(answer, wanted)
-            self._release([key for key in wanted if key not in failures], answer.get("token"))
         if failures:
             raise next(iter(failures.values()))
 
     def _receive(self, answer: dict[str, Any], wanted: dict[str, CaptureHandle]) -> dict[str, LabError]:
-        memory = self._memory(answer)
         failures: dict[str, LabError] = {}
-        for key, entry in answer["entries"].items():
-            if "failure" in entry:
-                kind = CaptureLimitError if entry.get("limit") else CaptureError
-                failures[key] = kind(f"request {key}: {entry['failure']}")
-                continue
-            shape = entry["shape"]
-            size = shape[0] * shape[1] * self._row_bytes
-            flat = memory[entry["offset"] : entry["offset"] + size]
-            wanted[key].receive(flat.view(self._dtype).view(shape), entry["positions"])
+        with contextlib.ExitStack() as stack:
+            files: dict[int, Any] = {}
+
+            def opened(fd: int) -> Any:
+                if fd not in files:
+                    files[fd] = stack.enter_context(_open(f"/proc/{answer['pid']}/fd/{fd}"))
+                return files[fd]
+
+            for key, entry in answer["entries"].items():
+                if "failure" in entry:
+                    kind = CaptureLimitError if entry.get("limit") else CaptureError
+                    failures[key] = kind(f"request {key}: {entry['failure']}")
+                    continue
+                handle = wanted[key]
+                rows = self._rows(key, handle, entry["segments"], opened, copy=answer["crowded"])
+                handle.receive(rows, entry["positions"])
+                self._held.pop(key, None)
         return failures
 
-    def _memory(self, answer: dict[str, Any]) -> torch.Tensor:
-        if not answer["nbytes"]:
-            return torch.empty(0, dtype=torch.uint8)
-        if "data" in answer:
-            return torch.frombuffer(bytearray(answer["data"]), dtype=torch.uint8)
-        path = f"/proc/{answer['pid']}/fd/{answer['fd']}"
-        try:
-            with open(path, "r+b") as file:
-                mapped = mmap.mmap(file.fileno(), answer["nbytes"])
-        except OSError as error:
-            raise CaptureError(
-                f"cannot map the worker's memory ({error}); if the workers run on another host or in another "
-                f"container, start the model with capture_transport='bytes'"
-            ) from error
-        return torch.frombuffer(mapped, dtype=torch.uint8)
+    def _rows(
+        self, key: str, handle: CaptureHandle, segments: list[Any], opened: Callable[[int], Any], *, copy: bool
+    ) -> torch.Tensor:
+        """Return [layers, rows, hidden_size]: the workers' own memory, mapped, where one segment holds all of it.
+
+        The workers keep that memory until the last tensor on it is gone. With ``copy``, and for small captures, the
+        rows are copied and the memory is free at once.
+        """
+        layers = len(handle.layer_indices)
+        shape = (layers, -1, self._row_bytes // self._dtype.itemsize)
+        parts = []
+        mapped: mmap.mmap | None = None
+        for segment in segments:
+            if self._shared:
+                fd, offset, nbytes, used, reserved = segment
+                mapped = mmap.mmap(opened(fd).fileno(), nbytes, offset=offset)
+                memory: Any = mapped
+            else:
+                data, used, reserved = segment
+                memory = bytearray(data)
+            flat = torch.frombuffer(memory, dtype=torch.uint8)[: layers * reserved * self._row_bytes]
+            parts.append(flat.view(self._dtype).view(shape)[:, :used])
+        if len(parts) == 1 and mapped is not None and not copy and len(mapped) >= MAP_BYTES:
+            weakref.finalize(mapped, self.discard, key)
+            return parts[0]
+        rows = torch.cat(parts, dim=1) if parts else torch.empty(layers, 0, shape[2], dtype=self._dtype)
+        self.discard(key)
+        return rows
 
     def discard(self, key: str) -> None:
         """Drop the rows named ``key`` in the workers. May be called from any thread, and by the garbage collector."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: so are the workers
-            self._loop.call_soon_threadsafe(self._release, [key], None)
+            self._loop.call_soon_threadsafe(self._release, key)
 
-    def _release(self, keys: Sequence[str], token: str | None) -> None:
-        self._gone.extend(keys)
-        if token is not None:
-            self._mapped.append(token)
-        for key in keys:
-            self._held.pop(key, None)
+    def _release(self, key: str) -> None:
+        self._gone.append(key)
+        self._held.pop(key, None)
         if self._flush is None or self._flush.done():
             self._flush = self._loop.create_task(self.flush())
 
     async def flush(self) -> None:
         """Tell the workers what may go."""
-        while self._gone or self._mapped:
-            gone, mapped = self._gone, self._mapped
-            self._gone, self._mapped = [], []
+        while self._gone:
+            gone, self._gone = self._gone, []
             with contextlib.suppress(LabError):  # the engine is gone, and the rows with it
-                await self._rpc(wire.RPC_RELEASE, gone, mapped)
+                await self._rpc(wire.RPC_RELEASE, gone)
+
+
+def _open(path: str) -> Any:
+    try:
+        return open(path, "r+b")
+    except OSError as error:
+        raise CaptureError(
+            f"cannot map the worker's memory ({error}); if the workers run on another host or in another container, "
+            f"start the model with capture_transport='bytes'"
+        ) from error

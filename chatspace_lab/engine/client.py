@@ -35,6 +35,7 @@ class ModelFacts:
     hidden_size: int
     dtype: torch.dtype
     max_model_len: int
+    vocab_size: int
     tokenizer: Any
     runner: str
     block: str
@@ -91,11 +92,13 @@ class EngineClient:
             engine.shutdown()
             raise
         dtype = getattr(torch, facts.pop("dtype"))
-        tokenizer = engine.get_tokenizer()
+        tokenizer = None if engine.model_config.skip_tokenizer_init else engine.get_tokenizer()
+        vocab_size = engine.model_config.get_vocab_size()
         client.facts = ModelFacts(
             **facts,
             dtype=dtype,
             tokenizer=tokenizer,
+            vocab_size=vocab_size,
             vllm_version=version,
             max_model_len=engine.model_config.max_model_len,
         )

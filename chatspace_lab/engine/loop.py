@@ -79,7 +79,7 @@ class LoopThread:
         return RemoteTask(self.loop, coroutine)
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Await ``coroutine`` on this loop from any loop. Cancelling the caller cancels it there and waits for its end."""
+        """Await ``coroutine`` on this loop from any loop; cancelling the caller cancels it and waits for its end."""
         if self.is_current:
             return await coroutine
         task = self.spawn(coroutine)

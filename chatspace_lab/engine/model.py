@@ -10,8 +10,6 @@ from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-
 from chatspace_lab.capture import CaptureHandle
 from chatspace_lab.chat import ChatResponse, is_batch, render
 from chatspace_lab.engine.client import EngineClient
@@ -66,7 +64,7 @@ class VLLMSteerModel:
     max_model_len : int
         Tokens of a prompt and its answer, together.
     tokenizer
-        The Hugging Face tokenizer.
+        The Hugging Face tokenizer; None with ``skip_tokenizer_init=True``.
 
     Raises
     ------
@@ -143,7 +141,7 @@ class VLLMSteerModel:
         """
         return await self._run(
             self._complete(
-                lambda: prompts_from(prompts, self.tokenizer),
+                lambda: prompts_from(prompts, self.tokenizer, self._client.facts.vocab_size),
                 lambda submission, output: output.text,
                 (sampling_params, sampling, capture_layers, steering, raw_output),
             )
@@ -203,7 +201,7 @@ class VLLMSteerModel:
     ) -> TextStream:
         """Complete one prompt piece by piece: ``async for delta in model.stream(…)``. Arguments as :meth:`generate`."""
         arguments = (sampling_params, sampling, capture_layers, steering, False)
-        return self._stream(prompts_from(prompt, self.tokenizer), arguments)
+        return self._stream(prompts_from(prompt, self.tokenizer, self._client.facts.vocab_size), arguments)
 
     def stream_chat(
         self,
@@ -257,7 +255,7 @@ class VLLMSteerModel:
         self,
         layer_idx: int,
         vector: Any,
-        min: float | None = None,
+        min: float | None = None,  # noqa: A002
         max: float | None = None,  # noqa: A002
     ) -> None:
         """Clamp the component along ``vector`` at a layer to ``[min, max]`` from now on, after what is added there."""
@@ -360,6 +358,8 @@ class VLLMSteerModel:
         await self._run(self._session.change(update))
 
     def _chat_prompts(self, messages: Any, options: dict[str, Any] | None) -> list[Prompt]:
+        if self.tokenizer is None:
+            raise RequestError("this model was started without a tokenizer, so it has no chat template")
         conversations = list(messages) if is_batch(messages) else [messages]
         prompts = []
         for index, conversation in enumerate(conversations):

@@ -107,7 +107,7 @@ def sampling_from(sampling_params: Any, keywords: Mapping[str, Any], *, own: Seq
         raise RequestError(f"sampling: {error}") from error
 
 
-def prompts_from(prompts: Any, tokenizer: Any) -> list[Prompt]:
+def prompts_from(prompts: Any, tokenizer: Any, vocab_size: int) -> list[Prompt]:
     """Return a prompt, or a list of them, tokenised.
 
     A prompt is a string, a list of token ids, or a dict with ``prompt_token_ids``.
@@ -125,11 +125,15 @@ def prompts_from(prompts: Any, tokenizer: Any) -> list[Prompt]:
     items = [prompts] if single else list(prompts)
     if not items:
         raise RequestError("the list of prompts is empty")
-    return [_prompt(item, index, tokenizer) for index, item in enumerate(items)]
+    return [_prompt(item, index, tokenizer, vocab_size) for index, item in enumerate(items)]
 
 
-def _prompt(item: Any, index: int, tokenizer: Any) -> Prompt:
+def _prompt(item: Any, index: int, tokenizer: Any, vocab_size: int) -> Prompt:
     if isinstance(item, str):
+        if tokenizer is None:
+            raise RequestError(
+                f"prompt {index} is text, but this model was started without a tokenizer: give token ids"
+            )
         ids, text = list(tokenizer(item)["input_ids"]), item
     else:
         text = None
@@ -140,9 +144,9 @@ def _prompt(item: Any, index: int, tokenizer: Any) -> Prompt:
         if not isinstance(item, Sequence) or not all(isinstance(token, int) for token in item):
             raise RequestError(f"prompt {index}: expected text or token ids, got {type(item).__name__}")
         ids = list(item)
-        bad = [token for token in ids if not 0 <= token < len(tokenizer)]
+        bad = [token for token in ids if not 0 <= token < vocab_size]
         if bad:
-            raise RequestError(f"prompt {index}: token id {bad[0]} is not in the vocabulary of {len(tokenizer)}")
+            raise RequestError(f"prompt {index}: token id {bad[0]} is not in the vocabulary of {vocab_size}")
     if not ids:
         raise RequestError(f"prompt {index} is empty: it has no tokens")
     return Prompt(ids, text)
@@ -164,8 +168,8 @@ def check_length(prompt: Prompt, index: int, max_tokens: int | None, max_model_l
         )
     if max_tokens is not None and length + max_tokens > max_model_len:
         raise PromptTooLongError(
-            f"prompt {index} has {length} tokens; with max_tokens={max_tokens} it passes max_model_len {max_model_len}: "
-            f"ask for at most {max_model_len - length}, or start the model with a larger max_model_len"
+            f"prompt {index} has {length} tokens; with max_tokens={max_tokens} it passes max_model_len "
+            f"{max_model_len}: ask for at most {max_model_len - length}, or start the model with a larger max_model_len"
         )
 
 

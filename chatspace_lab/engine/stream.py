@@ -87,7 +87,7 @@ class TextStream(AsyncIterator[StreamDelta]):
             raise StopAsyncIteration
         if self._queue is None:
             self._queue = self._start()
-        assert self._task is not None  # noqa: S101 - set by _start
+        assert self._task is not None
         try:
             delta = await self._queue.get()
         except asyncio.CancelledError:

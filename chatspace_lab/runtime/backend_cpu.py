@@ -1,14 +1,17 @@
-"""A step on a CPU: the same buffers, read by a compiled loop; captures by plain row copies."""
+"""A step on a CPU: the tables, read by a compiled loop; captured rows copied straight into shared memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from chatspace_lab.runtime import kernel_cpu
+from chatspace_lab.runtime.pool import SharedPool
 from chatspace_lab.runtime.routing import StepPlan
+from chatspace_lab.runtime.store import Placement
 from chatspace_lab.runtime.tables import Tables
 
 
@@ -23,12 +26,12 @@ class CpuBackend:
     """Implements :class:`chatspace_lab.runtime.core.Backend` on the host."""
 
     def __init__(self, tables: Tables, dtype: torch.dtype) -> None:
-        self._tables, self._dtype = tables, dtype
-        self._ops = tables.ops.numpy()
-        self._coefficients = self._ops.view(np.float32)
-        self._counts = tables.counts.numpy()
+        self._tables = tables
+        self._row_bytes = tables.hidden_size * dtype.itemsize
+        self._programs = tables.programs.host
+        self._coefficients = self._programs.view(np.float32)
         self._bank = tables.bank.numpy()
-        self._step: StepPlan | None = None
+        self._active = False
         self._nothing = np.zeros((1, 1), dtype=np.float32)
         one = np.zeros((1, tables.hidden_size), dtype=np.float32)
         # Compiles the loop now, while the engine starts, rather than in somebody's first request.
@@ -39,37 +42,41 @@ class CpuBackend:
         self, hidden: np.ndarray, residual: np.ndarray, has_residual: bool, programs: np.ndarray, layer: int
     ) -> None:
         kernel_cpu.steer(
-            hidden, residual, has_residual, programs, self._counts, self._ops, self._coefficients, self._bank, layer
+            hidden, residual, has_residual, programs, self._programs, self._coefficients, self._bank, layer
         )
 
-    def begin(self, step: StepPlan, slots: Sequence[int]) -> None:
-        self._step = step
+    def begin(self, step: StepPlan, slots: Sequence[int], placements: Sequence[Placement]) -> None:
+        self._active = True
         self._steers = np.zeros(self._tables.layers, dtype=bool)
         if step.programs is not None:
             slot_of_token = np.asarray(slots, dtype=np.int32)[step.programs]
             steered = np.flatnonzero(slot_of_token)
             self._steered_rows = _rows(steered)
             self._steered_programs = slot_of_token[steered]
-            self._steers = self._tables.steers(slots)
+            self._steers = self._programs[list(slots), :, 0, 0].any(axis=0)
         self._captured_rows = _rows(step.capture_rows)
-        self._capture_index = {layer: index for index, layer in enumerate(step.capture_layers)}
-        self._captured = torch.empty(
-            len(step.capture_layers), len(step.capture_rows), self._tables.hidden_size, dtype=self._dtype
-        )
+        # Per layer the copies to make: (address, first captured row, bytes).
+        self._copies: dict[int, list[tuple[int, int, int]]] = {}
+        for start, count, segment, row in placements:
+            address = segment.region.address + row * self._row_bytes
+            for index, layer in enumerate(segment.layers):
+                copy = (address + index * segment.layer_bytes, start, count * self._row_bytes)
+                self._copies.setdefault(layer, []).append(copy)
 
     def apply(self, hidden: torch.Tensor, residual: torch.Tensor | None, layer: int) -> torch.Tensor:
         out = hidden.clone(memory_format=torch.contiguous_format)
-        if self._step is None:
+        if not self._active:
             return out
         if self._steers[layer]:
             self._apply_programs(out, residual, layer)
-        index = self._capture_index.get(layer)
-        if index is not None:
-            rows, target = self._captured_rows, self._captured[index]
-            if residual is None:
-                target.copy_(out[rows])
-            else:
-                torch.add(out[rows], residual[rows], out=target)
+        copies = self._copies.get(layer)
+        if copies:
+            rows = out[self._captured_rows]
+            if residual is not None:
+                rows = rows + residual[self._captured_rows]
+            source = rows.contiguous().data_ptr()
+            for address, start, nbytes in copies:
+                ctypes.memmove(address, source + start * self._row_bytes, nbytes)
         return out
 
     def _apply_programs(self, out: torch.Tensor, residual: torch.Tensor | None, layer: int) -> None:
@@ -80,19 +87,17 @@ class CpuBackend:
         if not (isinstance(rows, slice) and out.dtype == torch.float32):  # else it was changed in place
             out[rows] = changed.to(out.dtype)
 
-    def finish(self) -> None:
-        step, self._step = self._step, None
-        if step is None:
-            return
-        for move in step.moves:
-            layers = move.target.layers
-            rows = self._captured[:, move.start : move.stop]
-            if len(layers) != len(step.capture_layers):
-                rows = rows[[self._capture_index[layer] for layer in layers]]
-            move.target.write(move.first, rows)
+    @staticmethod
+    def make_pool(limit: int) -> SharedPool:
+        """Return the pool for captured rows; freed memory goes back to the system at once."""
+        return SharedPool(limit)
+
+    def fence(self) -> Callable[[], bool]:
+        """Nothing is ever under way: rows are copied as they are computed."""
+        return lambda: True
 
     def drain(self) -> None:
-        """Nothing is ever under way: ``finish`` copied it."""
+        """Nothing is ever under way."""
 
     def idle(self) -> None:
-        self._step = None
+        self._active = False

@@ -60,15 +60,15 @@ class SteeringWorkerExtension:
     @_answers
     def chatspace_lab_fetch(self, wanted: Sequence[tuple[str, int]], shared: bool) -> dict[str, Any] | None:
         """Return captured rows. All workers of a tensor-parallel engine hold the same; the first one sends them."""
-        self.chatspace_lab_runtime.backend.drain()
         if self.rank:  # type: ignore[attr-defined]  # of vLLM's WorkerBase
             return None
+        self.chatspace_lab_runtime.backend.drain()
         return self.chatspace_lab_runtime.store.fetch([(key, stop) for key, stop in wanted], shared=shared)
 
     @_answers
-    def chatspace_lab_release(self, keys: Sequence[str], tokens: Sequence[str]) -> None:
-        """Drop captures and transfer files."""
-        self.chatspace_lab_runtime.store.release(keys, tokens)
+    def chatspace_lab_release(self, keys: Sequence[str]) -> None:
+        """Drop captures."""
+        self.chatspace_lab_runtime.store.release(keys)
 
     @_answers
     def chatspace_lab_stats(self) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def _install(worker: Any) -> None:
     tables = Tables(
         layers=count,
         hidden_size=hidden_size,
-        max_programs=runner.max_num_reqs,
+        max_requests=runner.max_num_reqs,
         max_ops=options["max_ops_per_layer"],
         max_vectors=options["max_vectors"],
         # A captured graph may be padded beyond the scheduler's budget.
@@ -139,14 +139,16 @@ def _install(worker: Any) -> None:
         device=runner.device,
     )
     dtype = config.model_config.dtype
-    store = CaptureStore(hidden_size, dtype, options["max_capture_bytes"])
     if runner.device.type == "cpu":
         from chatspace_lab.runtime.backend_cpu import CpuBackend as DeviceBackend
     elif runner.device.type == "cuda":
         from chatspace_lab.runtime.backend_cuda import CudaBackend as DeviceBackend  # type: ignore[assignment]
     else:
         raise UnsupportedError(f"device {runner.device.type} is not supported, only cpu and cuda")
-    runtime = Runtime(tables, store, DeviceBackend(tables, dtype))
+    backend = DeviceBackend(tables, dtype)
+    pool = backend.make_pool(options["max_capture_bytes"])
+    store = CaptureStore(pool, hidden_size, dtype, backend.fence)
+    runtime = Runtime(tables, store, backend, captures=worker.rank == 0)
     layers.install(blocks, form)
     adapter.attach(runner, runtime)
     operator.bind(runtime.backend)

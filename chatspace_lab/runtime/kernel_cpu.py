@@ -11,7 +11,7 @@ from chatspace_lab.wire import ADD, CAP
 # Reassociation lets LLVM vectorise the dot products; NaN and infinity keep their meaning.
 @numba.njit(fastmath={"reassoc", "contract"}, nogil=True, cache=False)
 def steer(  # type: ignore[no-untyped-def]
-    hidden, residual, has_residual, program_of_row, counts, ops, coefficients, bank, layer
+    hidden, residual, has_residual, program_of_row, programs, coefficients, bank, layer
 ) -> None:
     """Apply each row's program at ``layer`` to ``hidden`` in place.
 
@@ -23,8 +23,8 @@ def steer(  # type: ignore[no-untyped-def]
         [rows, hidden_size] float32; not read unless ``has_residual``.
     program_of_row
         [rows] int32 slots.
-    counts, ops, coefficients, bank
-        The buffers of :class:`chatspace_lab.runtime.tables.Tables` (``coefficients`` is ``ops`` seen as float32).
+    programs, coefficients, bank
+        The buffers of :class:`chatspace_lab.runtime.tables.Tables` (``coefficients`` is ``programs`` seen as float32).
     layer
         Index of the decoder block.
     """
@@ -32,7 +32,7 @@ def steer(  # type: ignore[no-untyped-def]
     x = np.empty(size, dtype=np.float32)
     for row in range(hidden.shape[0]):
         program = program_of_row[row]
-        count = counts[program, layer]
+        count = programs[program, layer, 0, 0]
         if count == 0:
             continue
         for j in range(size):
@@ -40,9 +40,9 @@ def steer(  # type: ignore[no-untyped-def]
         if has_residual:
             for j in range(size):
                 x[j] += residual[row, j]
-        for k in range(count):
-            kind = ops[program, layer, k, 0]
-            v = bank[ops[program, layer, k, 1]]
+        for k in range(1, count + 1):
+            kind = programs[program, layer, k, 0]
+            v = bank[programs[program, layer, k, 1]]
             a = coefficients[program, layer, k, 2]
             change = a
             if kind != ADD:

@@ -21,27 +21,25 @@ def _intervene(  # type: ignore[no-untyped-def]
     residual_ptr,
     out_ptr,
     program_of_token_ptr,
-    counts_ptr,
-    ops_ptr,
+    programs_ptr,
     bank_ptr,
+    capture_of_token_ptr,
     capture_row_of_token_ptr,
-    capture_slot_of_layer_ptr,
-    capture_ptr,
+    captures_ptr,
     layer,
     layers,
-    capture_rows,
     SIZE: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
-    MAX_OPS: tl.constexpr,  # noqa: N803
+    ENTRIES: tl.constexpr,  # noqa: N803
     HAS_RESIDUAL: tl.constexpr,  # noqa: N803
 ):
     token = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)
     mask = offsets < SIZE
     program = tl.load(program_of_token_ptr + token)
-    row = tl.load(capture_row_of_token_ptr + token)
+    capture = tl.load(capture_of_token_ptr + token)
     hidden = tl.load(hidden_ptr + token * SIZE + offsets, mask=mask, other=0.0)
-    if (program <= 0) & (row < 0):
+    if (program == 0) & (capture == 0):
         tl.store(out_ptr + token * SIZE + offsets, hidden, mask=mask)
     else:
         before = hidden.to(tl.float32)
@@ -50,9 +48,10 @@ def _intervene(  # type: ignore[no-untyped-def]
             rest = tl.load(residual_ptr + token * SIZE + offsets, mask=mask, other=0.0).to(tl.float32)
         x = before + rest
         changed = before
-        count = tl.load(counts_ptr + program.to(tl.int64) * layers + layer)
-        entry = ops_ptr + (program.to(tl.int64) * layers + layer) * MAX_OPS * 4
+        entry = programs_ptr + (program.to(tl.int64) * layers + layer) * ENTRIES * 4
+        count = tl.load(entry)
         for _ in range(count):
+            entry += 4
             kind = tl.load(entry)
             vector = tl.load(entry + 1).to(tl.int64)
             a = tl.load(entry + 2).to(tl.float32, bitcast=True)
@@ -67,15 +66,16 @@ def _intervene(  # type: ignore[no-untyped-def]
                     change = (a - 1.0) * projection
             x += change * v
             changed += change * v
-            entry += 4
         result = changed.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + token * SIZE + offsets, result, mask=mask)
-        slot = tl.load(capture_slot_of_layer_ptr + layer)
-        if (row >= 0) & (slot >= 0):
-            # What the next layer will see: the stored hidden state, rounded to its dtype, plus the residual.
-            seen = (result.to(tl.float32) + rest).to(capture_ptr.dtype.element_ty)
-            target = (slot.to(tl.int64) * capture_rows + row) * SIZE
-            tl.store(capture_ptr + target + offsets, seen, mask=mask)
+        if capture > 0:
+            address = tl.load(captures_ptr + capture.to(tl.int64) * layers + layer)
+            if address != 0:
+                # What the next layer will see: the stored hidden state, rounded to its dtype, plus the residual.
+                seen = (result.to(tl.float32) + rest).to(out_ptr.dtype.element_ty)
+                row = tl.load(capture_row_of_token_ptr + token).to(tl.int64)
+                target = address.to(tl.pointer_type(out_ptr.dtype.element_ty)) + row * SIZE
+                tl.store(target + offsets, seen, mask=mask)
 
 
 def intervene(
@@ -84,12 +84,11 @@ def intervene(
     layer: int,
     *,
     program_of_token: torch.Tensor,
-    counts: torch.Tensor,
-    ops: torch.Tensor,
+    programs: torch.Tensor,
     bank: torch.Tensor,
+    capture_of_token: torch.Tensor,
     capture_row_of_token: torch.Tensor,
-    capture_slot_of_layer: torch.Tensor,
-    capture: torch.Tensor,
+    captures: torch.Tensor,
 ) -> torch.Tensor:
     """Return ``hidden`` changed by each token's program; store the captured rows.
 
@@ -99,14 +98,8 @@ def intervene(
         [tokens, hidden_size], contiguous, float32, bfloat16 or float16.
     layer
         Index of the decoder block.
-    program_of_token, counts, ops, bank
+    program_of_token, programs, bank, capture_of_token, capture_row_of_token, captures
         The buffers of :class:`chatspace_lab.runtime.tables.Tables`.
-    capture_row_of_token
-        [max_tokens] int32, −1 for none.
-    capture_slot_of_layer
-        [layers] int32, −1 for a layer that nobody captures in this step.
-    capture
-        [slots, rows, hidden_size].
     """
     hidden = hidden.contiguous()
     out = torch.empty_like(hidden)
@@ -119,18 +112,16 @@ def intervene(
         hidden if residual is None else residual.contiguous(),
         out,
         program_of_token,
-        counts,
-        ops,
+        programs,
         bank,
+        capture_of_token,
         capture_row_of_token,
-        capture_slot_of_layer,
-        capture,
+        captures,
         layer,
-        counts.shape[1],
-        capture.shape[1],
+        programs.shape[1],
         SIZE=size,
         BLOCK=block,
-        MAX_OPS=ops.shape[2],
+        ENTRIES=programs.shape[2],
         HAS_RESIDUAL=residual is not None,
         num_warps=4 if block <= 4096 else 8,
     )

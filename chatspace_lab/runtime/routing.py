@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import torch
 
 
 class BatchRow(NamedTuple):
@@ -26,17 +25,12 @@ class CaptureTarget(Protocol):
     """Where captured rows of one request go."""
 
     @property
-    def layers(self) -> Sequence[int]:
-        """Layers to capture, sorted."""
-        ...
-
-    @property
     def spans(self) -> Sequence[int]:
         """Positions to capture, as flat spans."""
         ...
 
-    def write(self, first: int, values: torch.Tensor) -> None:
-        """Take ``values`` [layers, n, hidden_size] for positions ``first`` to ``first + n``."""
+    def place(self, start: int, first: int, count: int) -> list[Any]:
+        """Return where the step's captured tokens from the ``start``-th on go."""
         ...
 
 
@@ -50,12 +44,11 @@ class Routed:
 
 
 class CaptureMove(NamedTuple):
-    """Rows ``[start, stop)`` of the step's capture buffer belong to ``target`` from position ``first`` on."""
+    """The next ``count`` captured tokens of the step belong to ``target``, from position ``first`` on."""
 
     target: CaptureTarget
-    start: int
-    stop: int
     first: int
+    count: int
 
 
 @dataclass
@@ -72,17 +65,14 @@ class StepPlan:
         Programs that occur, ``b""`` first.
     capture_rows
         [captured] indices of the tokens to capture, ascending.
-    capture_layers
-        Layers that anybody captures in this step, sorted.
     moves
-        Where each part of the captured rows goes.
+        Whose they are, in the same order.
     """
 
     tokens: int
     programs: np.ndarray | None = None
     distinct: list[bytes] = field(default_factory=lambda: [b""])
     capture_rows: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    capture_layers: list[int] = field(default_factory=list)
     moves: list[CaptureMove] = field(default_factory=list)
 
 
@@ -113,17 +103,13 @@ def plan(batch: Sequence[BatchRow], requests: Mapping[str, Routed]) -> StepPlan:
             for low, high in overlaps(request.steer_spans, row.first, row.count):
                 programs[start + low - row.first : start + high - row.first] = number
         step.programs, step.distinct = programs, list(index)
-    layers: set[int] = set()
     rows: list[np.ndarray] = []
-    filled = 0
     for row, start, request in zip(batch, starts, known, strict=False):
         if request is None or request.capture is None:
             continue
         for low, high in overlaps(request.capture.spans, row.first, row.count):
             rows.append(np.arange(start + low - row.first, start + high - row.first))
-            step.moves.append(CaptureMove(request.capture, filled, filled + high - low, low))
-            filled += high - low
-            layers.update(request.capture.layers)
+            step.moves.append(CaptureMove(request.capture, low, high - low))
     if rows:
-        step.capture_rows, step.capture_layers = np.concatenate(rows), sorted(layers)
+        step.capture_rows = np.concatenate(rows)
     return step

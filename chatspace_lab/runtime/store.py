@@ -1,95 +1,144 @@
-"""Captured activations in a worker, per request and absolute position, until the kernel fetches or drops them."""
+"""Captured rows in a worker, per request and absolute position, until the kernel process lets go of them."""
 
 from __future__ import annotations
 
-import itertools
-import mmap
 import os
-import threading
-from collections.abc import Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from chatspace_lab.runtime.pool import Region, SharedPool
+
+FIRST_ANSWER_ROWS = 64
+"""Rows reserved for the answer at first. Longer answers get further segments, each twice as large as the one before."""
+
+
+class Segment(NamedTuple):
+    """Rows ``[first, first + rows)`` of a capture: [layers, rows, hidden_size] in shared memory."""
+
+    name: tuple[str, int]
+    first: int
+    rows: int
+    layers: list[int]
+    region: Region
+    layer_bytes: int
+
+    def write_addresses(self, row: np.ndarray) -> None:
+        """Fill a row of the captures table: [layers] int64."""
+        row[:] = 0
+        row[self.layers] = self.region.address + np.arange(len(self.layers)) * self.layer_bytes
+
+
+class Placement(NamedTuple):
+    """``count`` captured tokens of a step, the ``start``-th and following, go to rows ``row`` and on of ``segment``."""
+
+    start: int
+    count: int
+    segment: Segment
+    row: int
+
+
+def rank(spans: Sequence[int], position: int) -> int:
+    """Return how many positions of flat ``spans`` lie below ``position``: the row of a captured position."""
+    total = 0
+    for low, high in zip(spans[::2], spans[1::2], strict=True):
+        total += max(0, (position if high < 0 else min(high, position)) - low)
+    return total
+
 
 class CaptureBuffer:
-    """The captured rows of one request: one growing ``[layers, capacity, hidden_size]`` tensor in host memory.
+    """The captured rows of one request.
 
-    A row is written at its absolute position, so a recomputed token lands on its former self.
+    A row belongs to an absolute position, so a recomputed token lands on its former self.
+
+    Parameters
+    ----------
+    store
+        Where it belongs.
+    key
+        Its name.
+    layers
+        Captured layers, sorted.
+    spans
+        Captured positions, flat.
+    expected
+        Positions that the request will compute, at most.
+    prompt_len
+        Positions that it will compute for certain.
     """
 
-    def __init__(self, store: CaptureStore, layers: Sequence[int], spans: Sequence[int]) -> None:
+    def __init__(
+        self, store: CaptureStore, key: str, layers: Sequence[int], spans: Sequence[int], prompt_len: int, expected: int
+    ) -> None:
         self._store = store
-        self.layers = list(layers)
-        self.spans = list(spans)
+        self.key, self.layers, self.spans = key, list(layers), list(spans)
         self.failure: str | None = None
-        self.closed = False
-        self._rows = torch.empty(len(self.layers), 0, store.hidden_size, dtype=store.dtype)
+        self.segments: list[Segment] = []
         self._written = np.zeros(0, dtype=bool)
+        self._expected = rank(spans, expected)
+        self._next = min(rank(spans, prompt_len) + FIRST_ANSWER_ROWS, self._expected)
+
+    def place(self, start: int, first: int, count: int) -> list[Placement]:
+        """Return where the step's captured tokens from the ``start``-th on, at positions from ``first`` on, go.
+
+        Segments are made if need be. The positions must all be captured ones. Nothing is returned, and nothing will be
+        written, once the capture has failed.
+        """
+        row = rank(self.spans, first)
+        stop = row + count
+        while not self.failure and self._rows < stop:
+            self._extend(stop)
+        if self.failure:
+            return []
+        self._mark(first, count)
+        placements = []
+        for segment in self.segments:
+            low, high = max(row, segment.first), min(stop, segment.first + segment.rows)
+            if low < high:
+                placements.append(Placement(start + low - row, high - low, segment, low - segment.first))
+        return placements
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of host memory held."""
-        return self._rows.numel() * self._rows.element_size()
+    def _rows(self) -> int:
+        return sum(segment.rows for segment in self.segments)
 
-    def write(self, first: int, values: torch.Tensor) -> None:
-        """Store ``values`` [layers, n, hidden_size] at positions ``first`` to ``first + n``."""
-        with self._store.lock:  # on a GPU rows are written by a thread of their own
-            if self.closed or self.failure:
-                return
-            stop = first + values.shape[1]
-            if stop > self._rows.shape[1] and not self._grow(stop):
-                return
-            self._rows[:, first:stop] = values
-            self._written[first:stop] = True
-
-    def _grow(self, needed: int) -> bool:
-        held = self._rows.shape[1]
-        capacity = max(needed, held + held // 2, 32)
-        extra = (
-            (capacity - held) * self._rows[:, :1].numel()
-            if held
-            else capacity * len(self.layers) * self._store.hidden_size
-        )
-        if not self._store.reserve(extra * self._rows.element_size()):
+    def _extend(self, needed: int) -> None:
+        first = self._rows
+        rows = max(self._next, needed - first, 1)
+        layer_bytes = rows * self._store.row_bytes
+        region = self._store.take(len(self.layers) * layer_bytes)
+        if region is None:
             self.failure = (
-                f"unfetched captures would pass max_capture_bytes ({self._store.limit:,} bytes): fetch or close "
-                f"earlier handles, capture fewer layers, or raise max_capture_bytes"
+                f"captures would pass max_capture_bytes ({self._store.pool.limit:,} bytes): fetch or close earlier "
+                f"handles, capture fewer layers, or raise max_capture_bytes"
             )
-            self._discard()
-            return False
-        grown = torch.empty(len(self.layers), capacity, self._store.hidden_size, dtype=self._store.dtype)
-        grown[:, :held] = self._rows
-        written = np.zeros(capacity, dtype=bool)
-        written[:held] = self._written
-        self._rows, self._written = grown, written
-        return True
+            self._free()
+            return
+        self.segments.append(Segment((self.key, len(self.segments)), first, rows, self.layers, region, layer_bytes))
+        self._next = min(2 * rows, max(self._expected - first - rows, 1))
 
-    def _discard(self) -> None:
-        self._store.give_back(self.nbytes)
-        self._rows = self._rows[:, :0].clone()
-        self._written = self._written[:0]
-
-    def close(self) -> None:
-        """Drop the rows; later writes are ignored."""
-        with self._store.lock:
-            if not self.closed:
-                self._discard()
-                self.closed = True
+    def _mark(self, first: int, count: int) -> None:
+        stop = first + count
+        if stop > len(self._written):
+            grown = np.zeros(max(stop, 2 * len(self._written), 64), dtype=bool)
+            grown[: len(self._written)] = self._written
+            self._written = grown
+        self._written[first:stop] = True
 
     def positions(self, stop: int) -> np.ndarray:
-        """Return the positions below ``stop`` that are captured, ascending.
+        """Return the captured positions below ``stop``, ascending.
 
         Raises
         ------
         RuntimeError
             If one that should have been captured never was.
         """
-        wanted = np.zeros(max(stop, len(self._written)), dtype=bool)
+        wanted = np.zeros(stop, dtype=bool)
         for low, high in zip(self.spans[::2], self.spans[1::2], strict=True):
             wanted[low : stop if high < 0 else min(high, stop)] = True
-        wanted = wanted[:stop]
         have = np.zeros(stop, dtype=bool)
         have[: len(self._written)] = self._written[:stop]
         missing = np.flatnonzero(wanted & ~have)
@@ -99,124 +148,117 @@ class CaptureBuffer:
             )
         return np.flatnonzero(wanted)
 
-    def copy_to(self, target: torch.Tensor, positions: np.ndarray) -> None:
-        """Write the rows of ``positions`` into ``target`` [layers, n, hidden_size]."""
-        if len(positions) and positions[-1] - positions[0] + 1 == len(positions):
-            target.copy_(self._rows[:, positions[0] : positions[-1] + 1])
-        else:
-            torch.index_select(self._rows, 1, torch.from_numpy(positions), out=target)
+    def _free(self) -> None:
+        self._store.retire([segment.region for segment in self.segments])
+        self.segments = []
+
+    def close(self) -> None:
+        """Give the memory back; later rows go nowhere."""
+        if self.failure is None:
+            self.failure = "the capture was closed"
+        self._free()
 
 
 class CaptureStore:
-    """All capture buffers of one worker, by key, and the memory they may take.
+    """All capture buffers of one worker, by key.
 
     Parameters
     ----------
+    pool
+        Shared memory for the rows.
     hidden_size, dtype
-        Of the captured rows.
-    limit
-        Bytes that buffers which nobody fetched may take together.
+        Of a row.
+    fence
+        Marks this moment in the device's work, and returns a function that says whether that work is done.
     """
 
-    def __init__(self, hidden_size: int, dtype: torch.dtype, limit: int) -> None:
-        self.hidden_size, self.dtype, self.limit = hidden_size, dtype, limit
-        self.nbytes = 0
-        self.lock = threading.Lock()
+    def __init__(
+        self, pool: SharedPool, hidden_size: int, dtype: torch.dtype, fence: Callable[[], Callable[[], bool]]
+    ) -> None:
+        self.pool = pool
+        self.row_bytes = hidden_size * dtype.itemsize
+        self._fence = fence
+        self._retired: deque[tuple[Callable[[], bool], list[Region]]] = deque()
         self._buffers: dict[str, CaptureBuffer] = {}
-        self._files: dict[str, int] = {}
-        self._numbers = itertools.count()
 
-    def open(self, key: str, layers: Sequence[int], spans: Sequence[int]) -> CaptureBuffer:
+    def take(self, nbytes: int) -> Region | None:
+        """Return memory, or None if there may be no more."""
+        self.reclaim()
+        return self.pool.take(nbytes)
+
+    def retire(self, regions: list[Region]) -> None:
+        """Give memory back once the device cannot write there any more: a step under way may still hold its address."""
+        if regions:
+            self._retired.append((self._fence(), regions))
+        self.reclaim()
+
+    def reclaim(self) -> None:
+        """Free retired memory whose time has come."""
+        while self._retired and self._retired[0][0]():
+            for region in self._retired.popleft()[1]:
+                self.pool.put_back(region)
+
+    def open(
+        self, key: str, layers: Sequence[int], spans: Sequence[int], prompt_len: int, expected: int
+    ) -> CaptureBuffer:
         """Return the buffer named ``key``, made if it is new."""
         if key not in self._buffers:
-            self._buffers[key] = CaptureBuffer(self, layers, spans)
+            self._buffers[key] = CaptureBuffer(self, key, layers, spans, prompt_len, expected)
         return self._buffers[key]
 
-    def reserve(self, nbytes: int) -> bool:
-        """Count ``nbytes`` as held, unless that passes the limit."""
-        if self.nbytes + nbytes > self.limit:
-            return False
-        self.nbytes += nbytes
-        return True
-
-    def give_back(self, nbytes: int) -> None:
-        """Count ``nbytes`` as held no longer."""
-        self.nbytes -= nbytes
-
     def fetch(self, wanted: Sequence[tuple[str, int]], *, shared: bool) -> dict[str, Any]:
-        """Hand the rows below a position of some buffers to the kernel.
+        """Tell the kernel process where the rows below a position of some buffers are.
 
         Parameters
         ----------
         wanted
             (key, number of positions that the request computed).
         shared
-            Through an anonymous memory file, which the kernel maps without a copy and which no crash can leave
-            behind; otherwise as bytes in the answer.
+            As places in shared memory, which stay until :meth:`release`; otherwise as bytes.
 
         Returns
         -------
         dict
-            ``entries``: per key offset, shape and positions, or a failure; ``pid``, ``fd``, ``token`` and ``nbytes``
-            of the file, or ``data``.
+            ``pid`` of this process; ``crowded``, whether more than half of the memory is taken; ``entries``: per key
+            its ``segments`` as [file, offset, bytes, rows used, rows reserved] or [data, rows used, rows reserved],
+            and ``positions`` (None for all), or a ``failure``.
         """
         entries: dict[str, Any] = {}
-        parts: list[tuple[CaptureBuffer, np.ndarray, int]] = []
-        total = 0
         for key, stop in wanted:
             buffer = self._buffers.get(key)
             if buffer is None:
                 entries[key] = {"failure": "the workers hold no captures under this name"}
-                continue
-            try:
-                if buffer.failure:
-                    entries[key] = {"failure": buffer.failure, "limit": True}
-                    continue
-                positions = buffer.positions(stop)
-            except RuntimeError as error:
-                entries[key] = {"failure": str(error)}
-                continue
-            shape = [len(buffer.layers), len(positions), self.hidden_size]
-            contiguous = len(positions) == stop
-            entries[key] = {"offset": total, "shape": shape, "positions": None if contiguous else positions.tolist()}
-            parts.append((buffer, positions, total))
-            total += int(np.prod(shape)) * self.dtype.itemsize
-        answer: dict[str, Any] = {"entries": entries, "nbytes": total}
-        if not total:
-            return answer
-        if shared:
-            token = f"{os.getpid()}:{next(self._numbers)}"
-            fd = os.memfd_create("chatspace-lab-captures", os.MFD_CLOEXEC)
-            try:
-                os.posix_fallocate(fd, 0, total)
-                memory: Any = mmap.mmap(fd, total)
-            except OSError:
-                os.close(fd)
-                raise
-            self._files[token] = fd
-            answer.update(pid=os.getpid(), fd=fd, token=token)
-        else:
-            memory = bytearray(total)
-        flat = torch.frombuffer(memory, dtype=torch.uint8)
-        for buffer, positions, offset in parts:
-            shape = [len(buffer.layers), len(positions), self.hidden_size]
-            size = int(np.prod(shape)) * self.dtype.itemsize
-            buffer.copy_to(flat[offset : offset + size].view(self.dtype).view(shape), positions)
-        if not shared:
-            answer["data"] = bytes(memory)
-        return answer
+            elif buffer.failure:
+                entries[key] = {"failure": buffer.failure, "limit": True}
+            else:
+                try:
+                    entries[key] = self._entry(buffer, stop, shared)
+                except RuntimeError as error:
+                    entries[key] = {"failure": str(error)}
+        return {"pid": os.getpid(), "crowded": 2 * self.pool.used > self.pool.limit, "entries": entries}
 
-    def release(self, keys: Sequence[str], tokens: Sequence[str]) -> None:
-        """Drop buffers, and the files that the kernel has mapped. Unknown names are fine: they are gone already."""
+    def _entry(self, buffer: CaptureBuffer, stop: int, shared: bool) -> dict[str, Any]:
+        positions = buffer.positions(stop)
+        segments: list[list[Any]] = []
+        for segment in buffer.segments:
+            used = min(len(positions) - segment.first, segment.rows)
+            if used <= 0:
+                break
+            slab, offset, nbytes = segment.region
+            if shared:
+                segments.append([slab.fd, offset, nbytes, used, segment.rows])
+            else:
+                segments.append([bytes(slab.memory[offset : offset + nbytes]), used, segment.rows])
+        return {"segments": segments, "positions": None if len(positions) == stop else positions.tolist()}
+
+    def release(self, keys: Sequence[str]) -> None:
+        """Drop buffers. Unknown names are fine: they are gone already."""
         for key in keys:
             buffer = self._buffers.pop(key, None)
             if buffer is not None:
                 buffer.close()
-        for token in tokens:
-            fd = self._files.pop(token, None)
-            if fd is not None:
-                os.close(fd)
 
     def stats(self) -> dict[str, int]:
-        """Return how much is held: buffers, their bytes, and open transfer files."""
-        return {"buffers": len(self._buffers), "nbytes": self.nbytes, "files": len(self._files)}
+        """Return how much is held: buffers, bytes given out, and bytes mapped."""
+        self.reclaim()
+        return {"buffers": len(self._buffers), "nbytes": self.pool.used, "mapped": self.pool.mapped}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from chatspace_lab.runtime.core import Runtime
+from chatspace_lab.runtime.core import Arrival, Runtime
 from chatspace_lab.runtime.routing import BatchRow
 
 MODULE = "vllm.v1.worker.gpu_model_runner"
@@ -27,23 +27,20 @@ READS = (
 )
 
 
+def arrival(new: Any) -> Arrival:
+    """Read a ``NewRequestData`` of vLLM's scheduler; both runners are given these."""
+    params = new.sampling_params
+    prompt_len = len(new.prompt_token_ids or ())
+    return Arrival(new.req_id, params and params.extra_args, prompt_len, params and params.max_tokens)
+
+
 def attach(runner: Any, runtime: Runtime) -> None:
     """Wrap this runner's own methods; its class is left as it is."""
     execute_model, prepare_inputs, dummy_run = runner.execute_model, runner._prepare_inputs, runner._dummy_run
 
     def execute_model_steered(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        runtime.admit(
-            scheduler_output.finished_req_ids,
-            (
-                (new.req_id, new.sampling_params.extra_args if new.sampling_params else None)
-                for new in scheduler_output.scheduled_new_reqs
-            ),
-        )
-        if not scheduler_output.total_num_scheduled_tokens:
-            return execute_model(scheduler_output, *args, **kwargs)
-        result = execute_model(scheduler_output, *args, **kwargs)
-        runtime.finish()
-        return result
+        runtime.admit(scheduler_output.finished_req_ids, [arrival(new) for new in scheduler_output.scheduled_new_reqs])
+        return execute_model(scheduler_output, *args, **kwargs)
 
     def prepare_inputs_steered(scheduler_output: Any, num_scheduled_tokens: Any, *args: Any, **kwargs: Any) -> Any:
         result = prepare_inputs(scheduler_output, num_scheduled_tokens, *args, **kwargs)

@@ -9,6 +9,7 @@ from typing import Any
 
 from chatspace_lab.runtime.core import Runtime
 from chatspace_lab.runtime.routing import BatchRow
+from chatspace_lab.runtime.v1 import arrival
 
 MODULE = "vllm.v1.worker.gpu.model_runner"
 READS = (
@@ -32,17 +33,8 @@ def attach(runner: Any, runtime: Runtime) -> None:
         if kwargs.get("dummy_run", args[1] if len(args) > 1 else False):
             runtime.idle()
             return execute_model(scheduler_output, *args, **kwargs)
-        runtime.admit(
-            scheduler_output.finished_req_ids,
-            (
-                (new.req_id, new.sampling_params.extra_args if new.sampling_params else None)
-                for new in scheduler_output.scheduled_new_reqs
-            ),
-        )
-        result = execute_model(scheduler_output, *args, **kwargs)
-        if scheduler_output.total_num_scheduled_tokens:
-            runtime.finish()
-        return result
+        runtime.admit(scheduler_output.finished_req_ids, [arrival(new) for new in scheduler_output.scheduled_new_reqs])
+        return execute_model(scheduler_output, *args, **kwargs)
 
     def prepare_inputs_steered(*args: Any, **kwargs: Any) -> Any:
         batch = prepare_inputs(*args, **kwargs)

@@ -11,7 +11,7 @@ import torch
 
 from chatspace_lab import wire
 from chatspace_lab.errors import SteeringError
-from chatspace_lab.steering.specs import AblationSpec, AddSpec, Operation, ProjectionCapSpec, SteeringSpec
+from chatspace_lab.steering.specs import AddSpec, Operation, ProjectionCapSpec, SteeringSpec
 from chatspace_lab.steering.vectors import content_key
 
 
@@ -90,6 +90,18 @@ def compile_spec(spec: SteeringSpec, *, layer_count: int, hidden_size: int, max_
         raise SteeringError(f"expected a SteeringSpec, got {type(spec).__name__}")
     if not spec:
         return None
+    # A slider or a sweep sends the same spec again and again. Torch counts the edits of a tensor, so that even a spec
+    # whose own copy of a vector was edited in place is compiled anew.
+    state = (layer_count, hidden_size, max_ops_per_layer, [operation.vector._version for _, operation in spec])
+    cached = spec.__dict__.get("_compiled")
+    if cached is None or cached[0] != state:
+        program = _compile(spec, layer_count, hidden_size, max_ops_per_layer)
+        cached = (state, program)
+        object.__setattr__(spec, "_compiled", cached)
+    return cached[1]
+
+
+def _compile(spec: SteeringSpec, layer_count: int, hidden_size: int, max_ops_per_layer: int) -> Program:
     vectors: dict[bytes, torch.Tensor] = {}
     indices: dict[bytes, int] = {}
     ops: list[tuple[int, int, int, float, float]] = []

@@ -178,7 +178,7 @@ class LayerSteeringSpec(_ByValue):
         order = (AddSpec, ProjectionCapSpec, AblationSpec)
         merged = sorted([*others, operation], key=lambda op: order.index(type(op)))
         spec = _layer_spec(tuple(merged))
-        assert spec is not None  # noqa: S101 - it holds at least `operation`
+        assert spec is not None
         return spec
 
 
