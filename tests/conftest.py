@@ -1,0 +1,108 @@
+"""Engines and oracles that tests share. Starting an engine takes half a minute, so there is one of the demo model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from chatspace_lab import VLLMSteeringConfig, VLLMSteerModel
+from chatspace_lab.models import demo_model
+from tests.oracle import Oracle
+
+NOTHING = {"requests": 0, "buffers": 0, "nbytes": 0, "files": 0}
+"""What a worker holds for us when nobody wants anything."""
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0, what: str = "") -> None:
+    """Poll until ``condition`` holds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what or condition}"
+        time.sleep(0.02)
+
+
+def stats(model: VLLMSteerModel) -> dict[str, int]:
+    """Return what the worker holds for us."""
+    return model._loop.call(model._client.stats())
+
+
+def unfinished(model: VLLMSteerModel) -> int:
+    """Return how many requests the engine's front end still has."""
+    return model._client._engine.output_processor.get_num_unfinished_requests()
+
+
+@contextlib.contextmanager
+def started(path: str, *, enforce_eager: bool | None = True, **config: Any) -> Iterator[VLLMSteerModel]:
+    """Start an engine for a ``with`` block, and check that nothing of it is left afterwards."""
+    before = set(psutil.Process().children(recursive=True))
+    shared = set(os.listdir("/dev/shm"))
+    options = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 27, **config}
+    model = VLLMSteerModel(VLLMSteeringConfig(path, **options), enforce_eager=enforce_eager)
+    try:
+        yield model
+    finally:
+        model.close()
+
+        def gone() -> bool:
+            left = set(psutil.Process().children(recursive=True)) - before
+            return all("resource_tracker" in " ".join(child.cmdline()) for child in left if child.is_running())
+
+        with contextlib.suppress(psutil.NoSuchProcess):
+            wait_until(gone, what="the engine's processes end")
+        assert set(os.listdir("/dev/shm")) <= shared
+
+
+@pytest.fixture(scope="session")
+def demo_model_path() -> str:
+    return demo_model()
+
+
+@pytest.fixture(scope="session")
+def hf(demo_model_path: str) -> Oracle:
+    return Oracle(demo_model_path)
+
+
+@pytest.fixture(scope="session")
+def demo_engine(demo_model_path: str) -> Iterator[VLLMSteerModel]:
+    """The model of the contract's first example, in float32."""
+    cfg = VLLMSteeringConfig(
+        model_name=demo_model_path,
+        tensor_parallel_size=1,
+        gpu_memory_utilization=0.9,
+        max_model_len=2048,
+        dtype="float32",
+    )
+    model = VLLMSteerModel(cfg, bootstrap_layers=(2, 4, 6))
+    yield model
+    model.close()
+
+
+@pytest.fixture
+def model(demo_engine: VLLMSteerModel) -> Iterator[VLLMSteerModel]:
+    """The shared engine: unsteered at the start of each test, and holding nothing at its end."""
+    yield demo_engine
+    asyncio.run(demo_engine.clear_all_vectors())
+    demo_engine._session.stack.clear()
+    wait_until(
+        lambda: stats(demo_engine) == NOTHING, what=f"the worker drops everything, it holds {stats(demo_engine)}"
+    )
+    assert unfinished(demo_engine) == 0
+    assert demo_engine._client.captures.held_bytes == 0
+
+
+@pytest.fixture
+def vector(demo_engine: VLLMSteerModel) -> torch.Tensor:
+    """A vector that is the same in each run, about as long as the residual stream in the middle of the model."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(demo_engine.hidden_size, generator=generator)
