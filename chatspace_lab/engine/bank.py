@@ -42,6 +42,9 @@ class VectorBank:
         SteeringError
             If requests under way use too many other vectors.
         """
+        for key in vectors:
+            if key in self._rows:
+                self._forget_if_failed(key)
         new = [key for key in vectors if key not in self._rows]
         idle = sum(1 for key, row in self._rows.items() if not row.users and key not in vectors)
         if len(new) > len(self._free) + idle:
@@ -77,12 +80,15 @@ class VectorBank:
     def release(self, vectors: Mapping[bytes, torch.Tensor]) -> None:
         """Count one user less for each of these vectors."""
         for key in vectors:
-            row = self._rows[key]
-            row.users -= 1
-            failed = row.uploaded.done() and (row.uploaded.cancelled() or row.uploaded.exception() is not None)
-            if failed and not row.users:
-                del self._rows[key]
-                self._free.append(row.index)
+            self._rows[key].users -= 1
+            self._forget_if_failed(key)
+
+    def _forget_if_failed(self, key: bytes) -> None:
+        row = self._rows[key]
+        failed = row.uploaded.done() and (row.uploaded.cancelled() or row.uploaded.exception() is not None)
+        if failed and not row.users:
+            del self._rows[key]
+            self._free.append(row.index)
 
     @property
     def used(self) -> int:

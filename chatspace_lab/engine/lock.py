@@ -63,7 +63,7 @@ class AsyncRWLock:
                     self._writing = False
                 else:
                     self._readers -= 1
-            else:
+            elif entry in self._queue:  # else a release has passed it over
                 self._queue.remove(entry)
             self._grant()
             raise

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 from chatspace_lab.errors import EngineDeadError
 
 T = TypeVar("T")
+CLOSED = "this model was closed; make a new one"
 
 
 class RemoteTask(Generic[T]):
@@ -20,14 +21,16 @@ class RemoteTask(Generic[T]):
     Attributes
     ----------
     finished
-        Done when the task is: with its result, its exception, or ``asyncio.CancelledError``. Unlike the future of
-        ``run_coroutine_threadsafe`` it stays undone while a cancelled task cleans up.
+        Done when the task is: with its result, its exception, ``asyncio.CancelledError`` after :meth:`cancel`, or
+        ``EngineDeadError`` if the loop was closed under it. Unlike the future of ``run_coroutine_threadsafe`` it stays
+        undone while a cancelled task cleans up.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> None:
         self.finished: concurrent.futures.Future[T] = concurrent.futures.Future()
         self._loop = loop
         self._task: asyncio.Task[T] | None = None
+        self._cancelled = False
         loop.call_soon_threadsafe(self._begin, coroutine)
 
     def _begin(self, coroutine: Coroutine[Any, Any, T]) -> None:
@@ -36,7 +39,8 @@ class RemoteTask(Generic[T]):
 
     def _end(self, task: asyncio.Task[T]) -> None:
         if task.cancelled():
-            self.finished.set_exception(asyncio.CancelledError())
+            # To a caller who cancelled nothing, CancelledError would look like the end of its own task.
+            self.finished.set_exception(asyncio.CancelledError() if self._cancelled else EngineDeadError(CLOSED))
         elif (error := task.exception()) is not None:
             self.finished.set_exception(error)
         else:
@@ -44,6 +48,7 @@ class RemoteTask(Generic[T]):
 
     def cancel(self) -> None:
         """Cancel the task; :attr:`finished` says when it has ended."""
+        self._cancelled = True
         with contextlib.suppress(RuntimeError):  # the loop is closed, and nothing runs on it
             self._loop.call_soon_threadsafe(lambda: self._task and self._task.cancel())
 
@@ -75,7 +80,7 @@ class LoopThread:
         """Start ``coroutine`` on the loop."""
         if self.loop.is_closed() or not self._thread.is_alive():
             coroutine.close()
-            raise EngineDeadError("this model was closed; make a new one")
+            raise EngineDeadError(CLOSED)
         return RemoteTask(self.loop, coroutine)
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
