@@ -1,0 +1,110 @@
+"""The command ``chatspace-lab``: demo, smoke and bench.
+
+Exit codes: 0 well done, 1 a check failed, 2 it could not be run as asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Awaitable, Callable, Sequence
+
+from chatspace_lab import __version__
+from chatspace_lab.errors import LabError
+
+# On a CPU vLLM warns of this before its own logging level counts; here, because its processes import this module too.
+logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="chatspace-lab",
+        description="Steer a language model on vLLM and read its activations. Without --model-name a packaged model of "
+        "135 million weights is used.",
+    )
+    parser.add_argument("--version", action="version", version=f"chatspace-lab {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    demo = commands.add_parser("demo", help="one prompt, plain and steered, and what its activations look like")
+    demo.add_argument("--prompt", default="Tell me about your weekend.", help="what to ask (default: %(default)s)")
+    demo.add_argument("--max-tokens", type=_positive, default=64, help="length of an answer (default: %(default)s)")
+
+    smoke = commands.add_parser("smoke", help="check that a random vector arrives where it should")
+    smoke.add_argument("--model-name", help="a folder, or a name on the Hugging Face hub")
+    smoke.add_argument("--layer", type=int, default=2, help="layer to steer, counted from 0 (default: %(default)s)")
+    smoke.add_argument("--scale", type=float, default=5000.0, help="length of the vector (default: %(default)s)")
+    smoke.add_argument("--max-tokens", type=_positive, default=32, help="length of an answer (default: %(default)s)")
+    smoke.add_argument("--prompt", default="Question: What is the capital of France? Answer:", help="what to complete")
+    smoke.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    smoke.add_argument("--seed", type=int, default=0, help="of the random vector (default: %(default)s)")
+
+    bench = commands.add_parser("bench", help="throughput beside plain vLLM, in the same run")
+    bench.add_argument("--model-name", help="a folder, or a name on the Hugging Face hub")
+    bench.add_argument("--batch", type=_positive, default=16, help="requests at a time (default: %(default)s)")
+    bench.add_argument("--tokens", type=_positive, default=64, help="tokens of each answer (default: %(default)s)")
+    bench.add_argument("--pairs", type=_positive, default=15, help="measurements of each kind (default: %(default)s)")
+    bench.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    bench.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive whole number, got {text}")
+    return number
+
+
+def _command(name: str) -> Callable[[argparse.Namespace], Awaitable[int]]:
+    if name == "demo":
+        from chatspace_lab.demo import demo
+
+        return demo
+    if name == "smoke":
+        from chatspace_lab.demo import smoke
+
+        return smoke
+    from chatspace_lab.bench import bench
+
+    return bench
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code.
+
+    Parameters
+    ----------
+    argv
+        Arguments; None is those of the process.
+    """
+    arguments = _parser().parse_args(argv)
+    _quieten()
+    try:
+        return asyncio.run(_run(arguments))
+    except LabError as error:
+        print(f"chatspace-lab: {_sentence(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("chatspace-lab: interrupted", file=sys.stderr)
+        return 130
+
+
+def _quieten() -> None:
+    """Silence what vLLM tells of its start, in its processes too: it would hide the answer. What the user set wins."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if "PYTHONWARNINGS" not in os.environ:
+        os.environ["PYTHONWARNINGS"] = "ignore::FutureWarning"
+        warnings.simplefilter("ignore", FutureWarning)
+
+
+async def _run(arguments: argparse.Namespace) -> int:
+    return await _command(arguments.command)(arguments)
+
+
+def _sentence(error: BaseException) -> str:
+    return " ".join(str(error).split())
