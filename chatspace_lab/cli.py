@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--model-name", help="a folder, or a name on the Hugging Face hub")
     bench.add_argument("--batch", type=_positive, default=16, help="requests at a time (default: %(default)s)")
     bench.add_argument("--tokens", type=_positive, default=64, help="tokens of each answer (default: %(default)s)")
-    bench.add_argument("--pairs", type=_positive, default=15, help="measurements of each kind (default: %(default)s)")
+    bench.add_argument("--pairs", type=_positive, default=11, help="measurements of each kind (default: %(default)s)")
     bench.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
     bench.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
     return parser
