@@ -65,7 +65,7 @@ class MessageLocationError(LabError, LookupError):
 
 
 class UnsupportedError(LabError, RuntimeError):
-    """This version of vLLM, this model or this engine option is not supported."""
+    """A version of vLLM, a model or an engine option that is not supported; says which and why."""
 
 
 class DemoModelError(LabError, RuntimeError):
