@@ -220,7 +220,7 @@ class CaptureHandle:
         hidden = self.hidden(layer_idx)
         wanted = list(range(boundary.start, boundary.end))
         if include_generated:
-            assert self._boundaries is not None  # noqa: S101 - message_boundary has raised otherwise
+            assert self._boundaries is not None
             if message_idx % len(self._boundaries) != len(self._boundaries) - 1:
                 raise CaptureError("include_generated goes with the last message: the answer follows that one")
             wanted += range(self.prompt_len, self.computed)

@@ -47,13 +47,13 @@ class CpuBackend:
 
     def begin(self, step: StepPlan, slots: Sequence[int], placements: Sequence[Placement]) -> None:
         self._active = True
-        self._steers = np.zeros(self._tables.layers, dtype=bool)
+        self._steers: np.ndarray = np.zeros(self._tables.layers, dtype=bool)
         if step.programs is not None:
             slot_of_token = np.asarray(slots, dtype=np.int32)[step.programs]
             steered = np.flatnonzero(slot_of_token)
             self._steered_rows = _rows(steered)
             self._steered_programs = slot_of_token[steered]
-            self._steers = self._programs[list(slots), :, 0, 0].any(axis=0)
+            self._steers = np.any(self._programs[list(slots), :, 0, 0], axis=0)
         self._captured_rows = _rows(step.capture_rows)
         # Per layer the copies to make: (address, first captured row, bytes).
         self._copies: dict[int, list[tuple[int, int, int]]] = {}

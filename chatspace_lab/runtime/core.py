@@ -1,7 +1,8 @@
 """What a worker does in each step: register requests, lay out the step, let the operator act, keep the captures.
 
 The order within a step is fixed by the adapters (``v1``, ``v2``): :meth:`Runtime.admit` before the runner looks at the
-scheduler's output, :meth:`Runtime.begin` once the runner has fixed the order of its batch, then the forward pass. Warm-up, profiling and dummy runs call :meth:`Runtime.idle` and are left alone.
+scheduler's output, :meth:`Runtime.begin` once the runner has fixed the order of its batch, then the forward pass.
+Warm-up, profiling and dummy runs call :meth:`Runtime.idle` and are left alone.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ class BatchRow(NamedTuple):
     """One request's part of a step: ``count`` consecutive tokens from absolute position ``first``."""
 
     request_id: str
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count
     first: int
 
 
@@ -48,7 +48,7 @@ class CaptureMove(NamedTuple):
 
     target: CaptureTarget
     first: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count
 
 
 @dataclass

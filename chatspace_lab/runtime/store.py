@@ -36,7 +36,7 @@ class Placement(NamedTuple):
     """``count`` captured tokens of a step, the ``start``-th and following, go to rows ``row`` and on of ``segment``."""
 
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count
     segment: Segment
     row: int
 
