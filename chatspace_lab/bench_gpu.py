@@ -255,14 +255,21 @@ def measure_shape(
             generate(batch, NEW_TOKENS, capture_layers=range(layers)),
         )
     count, length = PREFILL
-    base = lambda: plain.run(prompts(count, length), params(1))  # noqa: E731
-    report(f"prefill of {count} x {length} tokens, nothing steered", count, None, 1, base, generate(count, 1, length))
+    base_prefill: Callable[[], None] = lambda: plain.run(prompts(count, length), params(1))  # noqa: E731
+    report(
+        f"prefill of {count} x {length} tokens, nothing steered",
+        count,
+        None,
+        1,
+        base_prefill,
+        generate(count, 1, length),
+    )
     report(
         f"prefill of {count} x {length} tokens, every layer captured",
         count,
         1.5,
         1,
-        base,
+        base_prefill,
         generate(count, 1, length, capture_layers=range(layers)),
     )
     sweep = [SteeringSpec.at(layers // 2, AddSpec(torch.ones(hidden_size), scale / 64)) for scale in range(1, 65)]
