@@ -192,12 +192,12 @@ def measure_shape(
         "skip_tokenizer_init": True,
         "max_model_len": 2048,
         "enable_prefix_caching": False,
-        "gpu_memory_utilization": 0.4,
+        "kv_cache_memory_bytes": 16 << 30,  # stated, so that neither start measures the other's memory
         **engine,
     }
     with concurrent.futures.ThreadPoolExecutor() as executor:
         plain_start = executor.submit(PlainEngine, folder, **options)
-        ours_config = VLLMSteeringConfig(folder, max_capture_bytes=12 << 30, **options)
+        ours_config = VLLMSteeringConfig(folder, max_capture_bytes=24 << 30, **options)
         ours = executor.submit(VLLMSteerModel, ours_config, enforce_eager=False).result()
         plain = plain_start.result()
     call = ours._loop.call
@@ -215,7 +215,13 @@ def measure_shape(
         return lambda: call(run())
 
     def report(
-        what: str, batch: int, target: float | None, steps: int, base: Callable[[], None], run: Callable[[], None]
+        what: str,
+        batch: int,
+        target: float | None,
+        steps: int,
+        base: Callable[[], None],
+        run: Callable[[], None],
+        pairs: int = pairs,
     ) -> None:
         base_s, ours_s, ratios = compare(base, run, pairs)
         median = statistics.median(ratios)
@@ -287,6 +293,7 @@ def measure_shape(
         1,
         one_by_one,
         lambda: call(ours.generate(ids, sampling, steering=sweep)) and None,
+        pairs=2,
     )
     ours.close()
     plain.close()

@@ -92,18 +92,28 @@ class CaptureBroker:
         CaptureClosedError, CaptureError, CaptureLimitError
             If any cannot be given; the others are fetched all the same.
         """
+        # Shielded: rows that the workers have handed out must arrive, so that they can be freed.
+        await asyncio.shield(asyncio.ensure_future(self._fetch(handles)))
+
+    async def _fetch(self, handles: Sequence[CaptureHandle]) -> None:
+        failures: dict[str, LabError] = {}
         async with self._fetching:
-            wanted = {h.request_id: h for h in handles if h.state != "fetched"}
-            for handle in wanted.values():
+            wanted: dict[str, CaptureHandle] = {}
+            for handle in handles:
+                key = handle.request_id
                 if handle.state == "closed":
-                    raise CaptureClosedError(f"the captures of request {handle.request_id} were closed")
-                if handle.state == "running":
-                    raise CaptureError(f"request {handle.request_id} has not ended yet: await it, then fetch")
-            if not wanted:
-                return
-            asked = [[key, handle.computed] for key, handle in wanted.items()]
-            answer = (await self._rpc(wire.RPC_FETCH, asked, self._shared))[0]
-            failures = self._receive(answer, wanted)
+                    failures[key] = CaptureClosedError(f"the captures of request {key} were closed")
+                elif handle.state == "running":
+                    failures[key] = CaptureError(f"request {key} has not ended yet: await it, then fetch")
+                elif handle.state == "ready" and not handle.computed:  # cut off before the first token
+                    handle.receive(self._empty(handle), [])
+                    self.discard(key)
+                elif handle.state == "ready":
+                    wanted[key] = handle
+            if wanted:
+                asked = [[key, handle.computed] for key, handle in wanted.items()]
+                answer = (await self._rpc(wire.RPC_FETCH, asked, self._shared))[0]
+                failures.update(self._receive(answer, wanted))
         if failures:
             raise next(iter(failures.values()))
 
@@ -123,6 +133,8 @@ class CaptureBroker:
                     failures[key] = kind(f"request {key}: {entry['failure']}")
                     continue
                 handle = wanted[key]
+                if handle.state == "closed":  # while this answer was under way
+                    continue
                 rows = self._rows(key, handle, entry["segments"], opened, copy=answer["crowded"])
                 handle.receive(rows, entry["positions"])
                 self._held.pop(key, None)
@@ -153,9 +165,12 @@ class CaptureBroker:
         if len(parts) == 1 and mapped is not None and not copy and len(mapped) >= MAP_BYTES:
             weakref.finalize(mapped, self.discard, key)
             return parts[0]
-        rows = torch.cat(parts, dim=1) if parts else torch.empty(layers, 0, shape[2], dtype=self._dtype)
+        rows = torch.cat(parts, dim=1) if parts else self._empty(handle)
         self.discard(key)
         return rows
+
+    def _empty(self, handle: CaptureHandle) -> torch.Tensor:
+        return torch.empty(len(handle.layer_indices), 0, self._row_bytes // self._dtype.itemsize, dtype=self._dtype)
 
     def discard(self, key: str) -> None:
         """Drop the rows named ``key`` in the workers. May be called from any thread, and by the garbage collector."""

@@ -84,6 +84,8 @@ class EngineClient:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         os.environ[wire.OWNER_PID] = str(os.getpid())  # inherited by the engine's processes
+        # This process has threads, and perhaps CUDA: a forked engine could deadlock or fail to start.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**kwargs))
         client = cls(loop, engine, config)
         try:
@@ -141,28 +143,29 @@ class EngineClient:
 
     async def run(self, submissions: Sequence[Submission]) -> list[RequestOutput]:
         """Run requests together and return their outputs in order. If one fails, the others are aborted."""
-        self.captures.admit([s.handle for s in submissions if s.handle is not None])
-        tasks = [asyncio.ensure_future(self._run_admitted(submission, None)) for submission in submissions]
+        tasks: list[asyncio.Task[RequestOutput]] = []
         try:
+            self.captures.admit([s.handle for s in submissions if s.handle is not None])
+            tasks += [asyncio.ensure_future(self._run_admitted(submission, None)) for submission in submissions]
             return await asyncio.gather(*tasks)
         except BaseException:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             for submission in submissions:
-                self._forget(submission)
+                self.forget(submission)
             raise
 
     async def run_one(self, submission: Submission, put: Callable[[StreamDelta], None]) -> None:
         """Run one request and hand its pieces to ``put``. Cut off, its captures so far stay."""
-        if submission.handle is not None:
-            self.captures.admit([submission.handle])
         try:
+            if submission.handle is not None:
+                self.captures.admit([submission.handle])
             await self._run_admitted(submission, put)
         except asyncio.CancelledError:
             raise
         except BaseException:
-            self._forget(submission)
+            self.forget(submission)
             raise
 
     async def _run_admitted(self, submission: Submission, put: Callable[[StreamDelta], None] | None) -> RequestOutput:
@@ -200,11 +203,14 @@ class EngineClient:
             if handle is not None and handle.state == "running":
                 handle.complete(received)
                 self.captures.completed(handle)
+            elif handle is not None:  # closed while it ran; rows may have come after that
+                self.captures.discard(handle.request_id)
         if output is None or not output.finished:
             raise errors.WorkerError(f"request {submission.request_id} ended without an answer")
         return output
 
-    def _forget(self, submission: Submission) -> None:
+    def forget(self, submission: Submission) -> None:
+        """Drop the captures of a request that failed, or that never began."""
         if submission.handle is not None and submission.handle.state != "fetched":
             self.captures.discard(submission.handle.request_id)
             submission.handle.lose()

@@ -99,7 +99,7 @@ class VLLMSteeringConfig:
                 raise ConfigError(f"VLLMSteeringConfig: {name} is no option of ours or of vLLM's engine{hint}")
             if name == "model":
                 raise ConfigError("VLLMSteeringConfig: say model_name, not model")
-            if name in REFUSED and self.engine_args[name] not in (None, False, 1, "auto", "generate"):
+            if name in REFUSED and not _is_off(self.engine_args[name]):
                 raise UnsupportedError(f"vLLM's option {name} is not supported here: {REFUSED[name]}")
         if self.engine_args.get("pipeline_parallel_size", 1) != 1:
             raise UnsupportedError("pipeline parallelism is not supported: each stage would hold a part of the layers")
@@ -111,9 +111,9 @@ class VLLMSteeringConfig:
             raise ConfigError(
                 f"VLLMSteeringConfig.max_model_len: expected a positive number, got {self.max_model_len!r}"
             )
-        if not 0 < self.gpu_memory_utilization <= 1:
+        if not isinstance(self.gpu_memory_utilization, int | float) or not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
-                f"VLLMSteeringConfig.gpu_memory_utilization: expected a fraction, got {self.gpu_memory_utilization}"
+                f"VLLMSteeringConfig.gpu_memory_utilization: expected a fraction, got {self.gpu_memory_utilization!r}"
             )
         if self.capture_transport not in ("shared", "bytes"):
             raise ConfigError(
@@ -157,6 +157,11 @@ class VLLMSteeringConfig:
             "additional_config": additional,
             "worker_extension_cls": wire.EXTENSION,
         }
+
+
+def _is_off(value: Any) -> bool:
+    """Whether a refused option is given the value that it has anyway (True equals 1, and is none of these)."""
+    return value is None or value is False or (value is not True and value in (1, "auto", "generate"))
 
 
 def _engine_arg_names() -> set[str]:

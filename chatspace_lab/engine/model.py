@@ -184,7 +184,7 @@ class VLLMSteerModel:
             self._complete(
                 lambda: self._chat_prompts(messages, chat_options),
                 lambda submission, output: ChatResponse(
-                    output.text, submission.prompt.chat.prefill, output.finish_reason
+                    output.text, submission.prompt.chat.prefill if submission.prompt.chat else "", output.finish_reason
                 ),
                 (sampling_params, sampling, capture_layers, steering, raw_output),
             )
@@ -249,7 +249,7 @@ class VLLMSteerModel:
 
     async def clear_all_vectors(self) -> None:
         """Remove all session-wide steering: vectors, caps and ablations of every layer."""
-        await self._run(self._session.change(lambda _: SteeringSpec.none()))
+        await self._change(lambda _: SteeringSpec.none())
 
     async def set_layer_projection_cap(
         self,
@@ -276,16 +276,16 @@ class VLLMSteerModel:
     async def apply_steering_spec(self, spec: SteeringSpec) -> None:
         """Replace all session-wide steering by ``spec``, at all layers at once."""
         self._compile(spec)
-        await self._run(self._session.change(lambda _: spec))
+        await self._change(lambda _: spec)
 
     async def push_steering_spec(self, spec: SteeringSpec) -> None:
         """Remember the steering in force on a stack and replace it by ``spec``."""
         self._compile(spec)
-        await self._run(self._session.push(spec))
+        await self._in_turn(lambda: self._session.push(spec))
 
     async def pop_steering_spec(self) -> SteeringSpec:
         """Bring back, and return, the steering that the last push replaced."""
-        return await self._run(self._session.pop())
+        return await self._in_turn(self._session.pop)
 
     def export_steering_spec(self) -> SteeringSpec:
         """Return the session-wide steering in force; ``SteeringSpec.none()`` if there is none."""
@@ -294,12 +294,15 @@ class VLLMSteerModel:
     @asynccontextmanager
     async def steering(self, spec: SteeringSpec) -> AsyncIterator[None]:
         """Steer by ``spec`` inside the block; what was in force before comes back, whatever ends the block."""
-        await self.push_steering_spec(spec)
+        self._compile(spec)
+        mark = object()
         try:
+            await self._in_turn(lambda: self._session.push(spec, mark))
             yield
         finally:
-            restored = self._loop.spawn(self._session.pop())
-            await asyncio.shield(asyncio.wrap_future(restored.finished))
+            if self._session.holds(mark):  # also when the cancellation came just after the push
+                restored = self._loop.spawn(self._session.leave(mark))
+                await asyncio.shield(asyncio.wrap_future(restored.finished))
 
     # -- the model's own life ------------------------------------------------------------------------------------
 
@@ -328,6 +331,14 @@ class VLLMSteerModel:
     async def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return await self._loop.run(coroutine)
 
+    async def _in_turn(self, action: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run a change behind the requests that were made before it."""
+        await asyncio.sleep(0)  # tasks that the caller created before this call have not begun yet: they go first
+        return await self._run(action())
+
+    async def _change(self, update: Callable[[SteeringSpec], SteeringSpec]) -> None:
+        await self._in_turn(lambda: self._session.change(update))
+
     def _compile(self, spec: SteeringSpec) -> Program | None:
         return compile_spec(
             spec,
@@ -346,7 +357,7 @@ class VLLMSteerModel:
                 layer, before.with_operation(operation) if before else SteeringSpec.at(layer, operation).layers[layer]
             )
 
-        await self._run(self._session.change(update))
+        await self._change(update)
 
     async def _clear_operation(self, layer_idx: int, kind: type) -> None:
         layer = check_layer(layer_idx, self.layer_count)
@@ -355,7 +366,7 @@ class VLLMSteerModel:
             before = spec.layers.get(layer)
             return spec.with_layer(layer, before.without(kind) if before else None)
 
-        await self._run(self._session.change(update))
+        await self._change(update)
 
     def _chat_prompts(self, messages: Any, options: dict[str, Any] | None) -> list[Prompt]:
         if self.tokenizer is None:
@@ -426,13 +437,19 @@ class VLLMSteerModel:
             raise RequestError("a stream takes one SteeringSpec")
         submission, *more = self._submissions(prompts, arguments)
         if more:
+            for each in (submission, *more):
+                self._client.forget(each)
             raise RequestError("a stream gives one sample; ask for n=1")
 
         async def pump(put: Callable[[StreamDelta], None]) -> None:
-            async with self._reading(arguments):
-                if arguments[3] is None:
-                    submission.program = self._session.program
-                await self._client.run_one(submission, put)
+            try:
+                async with self._reading(arguments):
+                    if arguments[3] is None:
+                        submission.program = self._session.program
+                    await self._client.run_one(submission, put)
+            finally:
+                if submission.handle is not None and submission.handle.state == "running":
+                    self._client.forget(submission)  # it was left before it began
 
         return TextStream(
             submission.request_id,

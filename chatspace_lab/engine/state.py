@@ -24,7 +24,7 @@ class SessionSteering:
         self._lock, self._bank, self._compile = lock, bank, compile_spec
         self.spec = SteeringSpec.none()
         self.program: Program | None = None
-        self.stack: list[SteeringSpec] = []
+        self.stack: list[tuple[SteeringSpec, object]] = []
 
     async def change(self, update: Callable[[SteeringSpec], SteeringSpec]) -> None:
         """Replace the spec by ``update`` of it, once all requests under way have ended.
@@ -37,12 +37,12 @@ class SessionSteering:
         async with self._lock.write():
             await self._set(update(self.spec))
 
-    async def push(self, spec: SteeringSpec) -> None:
-        """Remember the spec in force and replace it."""
+    async def push(self, spec: SteeringSpec, mark: object = None) -> None:
+        """Remember the spec in force, under a mark for :meth:`leave`, and replace it."""
         async with self._lock.write():
             before = self.spec
             await self._set(spec)
-            self.stack.append(before)
+            self.stack.append((before, mark))
 
     async def pop(self) -> SteeringSpec:
         """Bring back the spec that the last push replaced, and return it.
@@ -55,8 +55,21 @@ class SessionSteering:
         async with self._lock.write():
             if not self.stack:
                 raise SteeringError("pop_steering_spec: nothing was pushed")
-            await self._set(self.stack[-1])
-            return self.stack.pop()
+            await self._set(self.stack[-1][0])
+            return self.stack.pop()[0]
+
+    def holds(self, mark: object) -> bool:
+        """Whether a push with this mark is on the stack."""
+        return any(known is mark for _, known in self.stack)
+
+    async def leave(self, mark: object) -> None:
+        """Bring back the spec that the push with this mark replaced, and forget what was pushed after it."""
+        async with self._lock.write():
+            for index, (before, known) in enumerate(self.stack):
+                if known is mark:
+                    await self._set(before)
+                    del self.stack[index:]
+                    return
 
     async def _set(self, spec: SteeringSpec) -> None:
         program = self._compile(spec)

@@ -39,7 +39,10 @@ Pump = Callable[[Callable[[StreamDelta], None]], RemoteTask[None]]
 
 
 class TextStream(AsyncIterator[StreamDelta]):
-    """Iterate with ``async for`` over :class:`StreamDelta`; leaving early aborts the request.
+    """Iterate with ``async for`` over :class:`StreamDelta`.
+
+    The request is aborted when its task is cancelled, when an ``async with`` block on the stream is left or
+    :meth:`aclose` awaited before the end, and when the stream is dropped: ``async for … in model.stream(…)`` may break.
 
     Attributes
     ----------
@@ -124,6 +127,11 @@ class TextStream(AsyncIterator[StreamDelta]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.aclose()
+
+    def __del__(self) -> None:
+        task = getattr(self, "_task", None)
+        if task is not None and not task.finished.done():
+            task.cancel()
 
     def response(self) -> ChatResponse:
         """Return what has arrived as a :class:`ChatResponse`."""

@@ -120,7 +120,7 @@ class SharedPool:
                 self._lock_pages(slab.address, slab.nbytes)
             self._slabs.append(slab)
             offset = slab.take(nbytes)
-            assert offset is not None  # noqa: S101 - it was made large enough
+            assert offset is not None  # it was made large enough
         self.used += nbytes
         return Region(slab, offset, nbytes)
 
@@ -130,11 +130,18 @@ class SharedPool:
         region.slab.put_back(region.offset, region.nbytes)
         empty = [slab for slab in self._slabs if slab.empty]
         while empty and sum(slab.nbytes for slab in empty) > self._keep:
-            slab = empty.pop()
-            self._slabs.remove(slab)
-            if self._unlock_pages is not None:
-                self._unlock_pages(slab.address, slab.nbytes)
-            slab.close()
+            self._close(empty.pop())
+
+    def _close(self, slab: Slab) -> None:
+        self._slabs.remove(slab)
+        if self._unlock_pages is not None:
+            self._unlock_pages(slab.address, slab.nbytes)
+        slab.close()
+
+    def close(self) -> None:
+        """Free every slab, whatever is still in use."""
+        for slab in list(self._slabs):
+            self._close(slab)
 
     @property
     def mapped(self) -> int:

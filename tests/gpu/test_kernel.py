@@ -124,6 +124,7 @@ def test_operations_and_captures(hidden_size: int, dtype: torch.dtype, with_resi
     assert torch.equal(out[untouched], hidden[untouched])
     rows = captured(store, hidden_size, dtype).double()
     assert ((rows - want[:5]).norm(dim=-1) / want[:5].norm(dim=-1)).max() < TOLERANCE[dtype]
+    store.pool.close()
 
 
 def test_graph_replay_reads_new_contents() -> None:
@@ -149,4 +150,5 @@ def test_graph_replay_reads_new_contents() -> None:
         want = expect(hidden, residual, bank)
         assert ((out.double() + residual.double()).cpu() - want).abs().max() < 1e-4
         assert (captured(store, 576, torch.float32).double() - want[:5]).abs().max() < 1e-4
+        store.pool.close()
         tables.captures._slot_of.clear()  # the next round's segment has the same name
