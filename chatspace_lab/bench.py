@@ -86,10 +86,11 @@ class Measured:
         low, high = _quartiles(self.ratios)
         target = "" if self.case.target is None else f"{self.case.target:.2f}"
         verdict = "" if self.case.target is None else "missed" if self.missed else "met"
-        return (
+        line = (
             f"{self.case.title:<52}{statistics.median(self.speeds):>9.0f}{self.median:>9.3f}"
             f"   {low:.3f}-{high:.3f}{target:>8}  {verdict}"
         )
+        return line.rstrip()
 
 
 class PlainEngine:
