@@ -20,7 +20,7 @@ from chatspace_lab import VLLMSteeringConfig, VLLMSteerModel
 from chatspace_lab.models import demo_model
 from tests.oracle import Oracle
 
-NOTHING = {"requests": 0, "buffers": 0, "nbytes": 0, "files": 0}
+NOTHING = {"requests": 0, "buffers": 0, "nbytes": 0}
 """What a worker holds for us when nobody wants anything."""
 
 
@@ -32,9 +32,10 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0, what: str
         time.sleep(0.02)
 
 
-def stats(model: VLLMSteerModel) -> dict[str, int]:
+def held(model: VLLMSteerModel) -> dict[str, int]:
     """Return what the worker holds for us."""
-    return model._loop.call(model._client.stats())
+    found = model._loop.call(model._client.stats())
+    return {name: found[name] for name in NOTHING}
 
 
 def unfinished(model: VLLMSteerModel) -> int:
@@ -94,9 +95,7 @@ def model(demo_engine: VLLMSteerModel) -> Iterator[VLLMSteerModel]:
     yield demo_engine
     asyncio.run(demo_engine.clear_all_vectors())
     demo_engine._session.stack.clear()
-    wait_until(
-        lambda: stats(demo_engine) == NOTHING, what=f"the worker drops everything, it holds {stats(demo_engine)}"
-    )
+    wait_until(lambda: held(demo_engine) == NOTHING, what=f"the worker drops everything, it holds {held(demo_engine)}")
     assert unfinished(demo_engine) == 0
     assert demo_engine._client.captures.held_bytes == 0
 

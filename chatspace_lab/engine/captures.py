@@ -13,6 +13,7 @@ import torch
 
 from chatspace_lab import wire
 from chatspace_lab.capture import CaptureHandle
+from chatspace_lab.engine.loop import LoopThread
 from chatspace_lab.errors import CaptureClosedError, CaptureError, CaptureLimitError, LabError
 
 MAP_BYTES = 256 << 10
@@ -22,12 +23,12 @@ Rpc = Callable[..., Awaitable[list[Any]]]
 
 
 class CaptureBroker:
-    """The kernel's end of the workers' capture stores. Its coroutines run on the engine's loop.
+    """The kernel's end of the workers' capture stores.
 
     Parameters
     ----------
     loop
-        The engine's loop.
+        The engine's loop, on which everything here runs; only :meth:`fetch` and :meth:`discard` are called from others.
     rpc
         Calls a method on all workers and returns their answers, the first worker's first.
     dtype, hidden_size
@@ -40,7 +41,7 @@ class CaptureBroker:
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
+        loop: LoopThread,
         rpc: Rpc,
         *,
         dtype: torch.dtype,
@@ -48,7 +49,7 @@ class CaptureBroker:
         limit: int,
         shared: bool,
     ) -> None:
-        self._loop, self._rpc = loop, rpc
+        self._thread, self._loop, self._rpc = loop, loop.loop, rpc
         self._dtype, self._row_bytes = dtype, hidden_size * dtype.itemsize
         self._limit, self._shared = limit, shared
         self._fetching = asyncio.Lock()
@@ -92,6 +93,9 @@ class CaptureBroker:
         CaptureClosedError, CaptureError, CaptureLimitError
             If any cannot be given; the others are fetched all the same.
         """
+        await self._thread.run(self._fetch_to_the_end(handles))
+
+    async def _fetch_to_the_end(self, handles: Sequence[CaptureHandle]) -> None:
         # Shielded: rows that the workers have handed out must arrive, so that they can be freed.
         await asyncio.shield(asyncio.ensure_future(self._fetch(handles)))
 

@@ -106,7 +106,7 @@ class EngineClient:
         )
         client.bank = VectorBank(config.max_vectors, client._put_vectors)
         client.captures = CaptureBroker(
-            loop.loop,
+            loop,
             client.rpc,
             dtype=dtype,
             hidden_size=client.facts.hidden_size,
@@ -169,6 +169,7 @@ class EngineClient:
             raise
 
     async def _run_admitted(self, submission: Submission, put: Callable[[StreamDelta], None] | None) -> RequestOutput:
+        from vllm.exceptions import VLLMValidationError  # a ValueError in some versions
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         program, handle = submission.program, submission.handle
@@ -193,7 +194,7 @@ class EngineClient:
             raise self._dead() from error
         except EngineGenerateError as error:
             raise errors.WorkerError(f"request {submission.request_id} failed in the engine") from error
-        except ValueError as error:
+        except (ValueError, VLLMValidationError) as error:
             if isinstance(error, errors.LabError):
                 raise
             raise errors.RequestError(str(error)) from error

@@ -225,7 +225,7 @@ class VLLMSteerModel:
         CaptureClosedError, CaptureError
             If any cannot be given; the others are fetched all the same.
         """
-        await self._run(self._client.captures.fetch(list(handles)))
+        await self._client.captures.fetch(list(handles))
 
     # -- session-wide steering -----------------------------------------------------------------------------------
 

@@ -89,6 +89,7 @@ def sampling_from(sampling_params: Any, keywords: Mapping[str, Any], *, own: Seq
         If both forms are used, or a keyword is unknown; suggests the nearest known one.
     """
     from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError  # a ValueError in some versions
 
     if sampling_params is not None:
         if keywords:
@@ -103,7 +104,7 @@ def sampling_from(sampling_params: Any, keywords: Mapping[str, Any], *, own: Seq
             raise RequestError(f"unknown argument {name}" + (f"; did you mean {close[0]}?" if close else ""))
     try:
         return SamplingParams(**keywords)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, VLLMValidationError) as error:
         raise RequestError(f"sampling: {error}") from error
 
 

@@ -1,0 +1,605 @@
+"""How a running engine behaves: cancelled, used from many loops and threads, and never holding what nobody wants."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import warnings
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import torch
+
+from chatspace_lab import AddSpec, LabError, SteeringSpec, VLLMSteerModel
+from chatspace_lab.errors import (
+    CaptureClosedError,
+    CaptureError,
+    CaptureNotFetchedError,
+    PromptTooLongError,
+    RequestError,
+    SteeringError,
+)
+from tests.conftest import NOTHING, held, unfinished, wait_until
+from tests.oracle import Oracle, error
+
+PROMPT = "The capital of France is"
+LONG: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1500, "ignore_eos": True}
+SHORT: dict[str, Any] = {"temperature": 0.0, "max_tokens": 6}
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    await asyncio.to_thread(wait_until, condition, timeout_s)
+
+
+async def cancelled(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def prompt_rows(model: VLLMSteerModel, layer: int, **arguments: Any) -> torch.Tensor:
+    _, (handle,) = await model.generate(PROMPT, **SHORT, capture_layers=[layer], **arguments)
+    await handle.fetch()
+    return handle.hidden(layer)[: handle.prompt_len]
+
+
+# -- cancelling ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("capture", [None, [0, 5]])
+def test_cancelling_a_generate_frees_its_lock_and_the_engine(model: VLLMSteerModel, capture: Any, vector: Any) -> None:
+    async def main() -> None:
+        task = asyncio.create_task(model.generate([PROMPT] * 3, **LONG, capture_layers=capture))
+        await until(lambda: unfinished(model) == 3)
+        await cancelled(task)
+        assert unfinished(model) == 0
+        async with asyncio.timeout(5):
+            await model.set_layer_vector(4, vector)
+        await until(lambda: held(model) == NOTHING)
+        assert (await model.generate(PROMPT, **SHORT))[0]
+
+    asyncio.run(main())
+
+
+def test_cancelling_a_generate_that_waits_for_the_lock(model: VLLMSteerModel, vector: Any) -> None:
+    async def main() -> None:
+        running = asyncio.create_task(model.generate(PROMPT, **LONG))
+        await until(lambda: unfinished(model) == 1)
+        change = asyncio.create_task(model.set_layer_vector(4, vector))
+        await until(lambda: len(model._lock._queue) == 1)
+        waiting = asyncio.create_task(model.generate(PROMPT, **SHORT, capture_layers=[0]))
+        await until(lambda: len(model._lock._queue) == 2)
+        await cancelled(waiting)
+        await cancelled(change)
+        assert not model.export_steering_spec()
+        await cancelled(running)
+        assert (await model.generate(PROMPT, **SHORT))[0]
+
+    asyncio.run(main())
+
+
+def test_a_timeout_works(model: VLLMSteerModel) -> None:
+    async def main() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await model.chat([{"role": "user", "content": "Tell a story."}], **LONG)
+        assert unfinished(model) == 0
+
+    asyncio.run(main())
+
+
+def test_cancelling_a_fetch_leaks_nothing(model: VLLMSteerModel) -> None:
+    async def main() -> None:
+        for _ in range(5):
+            _, handles = await model.generate([PROMPT * 10] * 4, **SHORT, capture_layers=list(range(30)))
+            task = asyncio.create_task(model.fetch_captures_batch(handles))
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+            for handle in handles:
+                handle.close()
+        await until(lambda: held(model) == NOTHING)
+
+    asyncio.run(main())
+
+
+# -- loops and threads -----------------------------------------------------------------------------------------------
+
+
+def test_two_runs_in_a_row_and_handles_that_cross_them(model: VLLMSteerModel) -> None:
+    first, handles = asyncio.run(model.generate(PROMPT, **SHORT, capture_layers=[3]))
+    asyncio.run(model.fetch_captures_batch(handles))
+    second, _ = asyncio.run(model.generate(PROMPT, **SHORT)), None
+    assert first == second
+    assert handles[0].hidden(3).shape[0] == len(handles[0].token_ids)
+
+
+def test_from_four_threads_each_with_its_own_vector(model: VLLMSteerModel) -> None:
+    """Each thread's requests are steered by its own vector, under load, and nobody else's."""
+    vectors = [torch.randn(model.hidden_size, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    plain = asyncio.run(prompt_rows(model, 7))
+    failures: list[BaseException] = []
+
+    def work(vector: torch.Tensor) -> None:
+        async def many() -> None:
+            for _ in range(5):
+                rows = await asyncio.gather(
+                    *(prompt_rows(model, 7, steering=SteeringSpec.at(7, AddSpec(vector, k))) for k in (1.0, 20.0))
+                )
+                for k, got in zip((1.0, 20.0), rows, strict=True):
+                    assert error(got, plain + k * vector) < 1e-4
+
+        try:
+            asyncio.run(many())
+        except BaseException as failure:  # noqa: BLE001 - carried to the test's own thread
+            failures.append(failure)
+
+    threads = [threading.Thread(target=work, args=(vector,)) for vector in vectors]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+
+
+def test_sixteen_tasks_with_their_own_vectors_in_one_batch(model: VLLMSteerModel) -> None:
+    generator = torch.Generator().manual_seed(3)
+    vectors = torch.randn(16, model.hidden_size, generator=generator) * 30
+
+    async def main() -> None:
+        alone = []
+        for vector in vectors:
+            alone += await model.generate(PROMPT, **SHORT, steering=SteeringSpec.at(9, AddSpec(vector)))
+        assert len(set(alone)) > 8
+        for _ in range(3):
+            tasks = [model.generate(PROMPT, **SHORT, steering=SteeringSpec.at(9, AddSpec(v))) for v in vectors]
+            assert [texts[0] for texts in await asyncio.gather(*tasks)] == alone
+
+    asyncio.run(main())
+
+
+# -- steering is put back --------------------------------------------------------------------------------------------
+
+
+def test_steering_is_restored_after_an_exception(model: VLLMSteerModel, vector: Any) -> None:
+    before, inside = SteeringSpec.at(3, AddSpec(vector, 0.5)), SteeringSpec.at(4, AddSpec(vector))
+
+    async def main() -> None:
+        await model.apply_steering_spec(before)
+
+        async def block() -> None:
+            async with model.steering(inside):
+                assert model.export_steering_spec() == inside
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            await block()
+        assert model.export_steering_spec() == before
+
+    asyncio.run(main())
+
+
+def test_steering_is_restored_after_a_cancellation(model: VLLMSteerModel, vector: Any) -> None:
+    before, inside = SteeringSpec.at(3, AddSpec(vector, 0.5)), SteeringSpec.at(4, AddSpec(vector))
+
+    async def main() -> None:
+        await model.apply_steering_spec(before)
+
+        async def block() -> None:
+            async with model.steering(inside):
+                await model.generate(PROMPT, **LONG)
+
+        task = asyncio.create_task(block())
+        await until(lambda: unfinished(model) == 1)
+        await cancelled(task)
+        assert model.export_steering_spec() == before
+        assert unfinished(model) == 0
+
+    asyncio.run(main())
+
+
+def test_steering_is_restored_whenever_the_entry_is_cancelled(model: VLLMSteerModel, vector: Any) -> None:
+    """Cancelled at each step of entering: also when the push has happened and its answer is under way."""
+    inside = SteeringSpec.at(4, AddSpec(vector))
+
+    async def main() -> None:
+        for steps in range(30):
+
+            async def block() -> None:
+                async with model.steering(inside):
+                    await asyncio.Event().wait()
+
+            task = asyncio.create_task(block())
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            await cancelled(task)
+            assert not model.export_steering_spec(), f"cancelled after {steps} steps"
+            assert not model._session.stack
+
+    asyncio.run(main())
+
+
+def test_steering_is_restored_over_what_was_pushed_inside(model: VLLMSteerModel, vector: Any) -> None:
+    before, inside, more = (SteeringSpec.at(layer, AddSpec(vector)) for layer in (3, 4, 5))
+
+    async def main() -> None:
+        await model.push_steering_spec(before)
+
+        async def block() -> None:
+            async with model.steering(inside):
+                await model.push_steering_spec(more)
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            await block()
+        assert model.export_steering_spec() == before
+        await model.pop_steering_spec()
+        assert not model.export_steering_spec()
+        with pytest.raises(SteeringError, match="nothing was pushed"):
+            await model.pop_steering_spec()
+
+    asyncio.run(main())
+
+
+def test_a_bad_spec_changes_nothing(model: VLLMSteerModel, vector: Any) -> None:
+    before = SteeringSpec.at(3, AddSpec(vector))
+    bad = SteeringSpec.at([4, 999], AddSpec(vector))
+
+    async def main() -> None:
+        await model.apply_steering_spec(before)
+        for attempt in (model.apply_steering_spec, model.push_steering_spec):
+            with pytest.raises(SteeringError, match="layer 999"):
+                await attempt(bad)
+        with pytest.raises(SteeringError, match="layer 999"):
+            async with model.steering(bad):
+                pass
+        assert model.export_steering_spec() == before
+        assert not model._session.stack
+
+    asyncio.run(main())
+
+
+def test_set_clear_set_adds_the_vector_once(model: VLLMSteerModel, vector: Any) -> None:
+    async def main() -> None:
+        plain = await prompt_rows(model, 5)
+        await model.set_layer_vector(5, vector)
+        await model.clear_layer_vector(5)
+        await model.set_layer_vector(5, vector)
+        await model.set_layer_vector(5, vector)
+        assert error(await prompt_rows(model, 5), plain + vector) < 1e-5
+        for scale in (8.0, 0.0, -8.0, 0.0):
+            await model.set_layer_vector(5, vector, scale)
+            assert error(await prompt_rows(model, 5), plain + scale * vector) < 1e-5
+
+    asyncio.run(main())
+
+
+def test_a_vector_edited_in_place(model: VLLMSteerModel, vector: Any) -> None:
+    mine = vector.clone()
+
+    async def main() -> None:
+        plain = await prompt_rows(model, 5)
+        await model.set_layer_vector(5, mine)
+        mine.mul_(3.0)  # what is in force is a copy
+        assert error(await prompt_rows(model, 5), plain + vector) < 1e-5
+        await model.set_layer_vector(5, mine)
+        assert error(await prompt_rows(model, 5), plain + 3 * vector) < 1e-5
+
+    asyncio.run(main())
+
+
+def test_a_change_waits_for_requests_that_were_made_before_it(model: VLLMSteerModel, vector: Any) -> None:
+    """Also for those whose tasks have not run yet, as in the contract's example."""
+
+    async def main() -> None:
+        plain = await prompt_rows(model, 5)
+        tasks = []
+        for scale in (1.0, 2.0, 3.0):
+            tasks.append(asyncio.create_task(prompt_rows(model, 5)))
+            await model.set_layer_vector(5, vector, scale)
+        for scale, rows in zip((0.0, 1.0, 2.0), await asyncio.gather(*tasks), strict=True):
+            assert error(rows, plain + scale * vector) < 1e-5
+
+    asyncio.run(main())
+
+
+def test_a_request_with_its_own_steering_needs_no_lock(model: VLLMSteerModel, vector: Any) -> None:
+    spec = SteeringSpec.at(5, AddSpec(vector))
+
+    async def main() -> None:
+        async with asyncio.timeout(60):
+            running = asyncio.create_task(model.generate(PROMPT, **LONG))
+            await until(lambda: unfinished(model) == 1)
+            change = asyncio.create_task(model.set_layer_vector(4, vector))
+            await until(lambda: len(model._lock._queue) == 1)
+            assert (await model.generate(PROMPT, **SHORT, steering=spec))[0]
+            assert (await model.generate(PROMPT, **SHORT, steering=SteeringSpec.none()))[0]
+            await cancelled(running)
+            await change
+
+    asyncio.run(main())
+
+
+# -- captures --------------------------------------------------------------------------------------------------------
+
+
+def test_fetching_in_any_way(model: VLLMSteerModel, hf: Oracle) -> None:
+    async def main() -> None:
+        prompts = [PROMPT, "One two three", "Rivers carry water from", "def f(x):"]
+        _, handles = await model.generate(prompts, **SHORT, capture_layers=[29, 0])
+        assert all(handle.state == "ready" for handle in handles)
+        with pytest.raises(CaptureNotFetchedError):
+            _ = handles[0].captures
+        await model.fetch_captures_batch([handles[3], handles[1]])  # two of four, in reverse order
+        assert [handle.is_fetched for handle in handles] == [False, True, False, True]
+        await model.fetch_captures_batch(handles[::-1])
+        await model.fetch_captures_batch([*handles, *handles])  # again, and twice at once
+        assert await handles[0].fetch() is handles[0]
+        for prompt, handle in zip(prompts, handles, strict=True):
+            assert handle.layer_indices == (0, 29)
+            assert handle.token_ids[: handle.prompt_len] == model.tokenizer(prompt)["input_ids"]
+            wanted = hf.residuals(handle.token_ids)
+            assert error(handle.hidden(0), wanted[0]) < 1e-4
+            assert error(handle.hidden(29), wanted[29]) < 1e-4
+            with pytest.raises(CaptureError, match="layer 4 was not captured"):
+                handle.hidden(4)
+
+    asyncio.run(main())
+
+
+def test_fetching_at_once_from_many_tasks(model: VLLMSteerModel) -> None:
+    async def main() -> None:
+        _, handles = await model.generate([PROMPT] * 4, **SHORT, capture_layers=[1])
+        await asyncio.gather(*(model.fetch_captures_batch(handles) for _ in range(5)))
+        assert all(torch.allclose(handle.hidden(1), handles[0].hidden(1), atol=1e-4) for handle in handles)
+
+    asyncio.run(main())
+
+
+def test_after_close(model: VLLMSteerModel) -> None:
+    async def main() -> None:
+        _, (first, second, third) = await model.generate([PROMPT] * 3, **SHORT, capture_layers=[1])
+        first.close()
+        first.close()
+        with pytest.raises(CaptureClosedError):
+            await first.fetch()
+        with pytest.raises(CaptureClosedError):
+            _ = first.captures
+        with pytest.raises(CaptureClosedError):
+            await model.fetch_captures_batch([first, second])
+        assert second.hidden(1).shape == (second.prompt_len + 5, model.hidden_size)  # the others arrive all the same
+        async with third:
+            await third.fetch()
+            assert third.is_fetched
+        with pytest.raises(CaptureClosedError):
+            _ = third.captures
+
+    asyncio.run(main())
+
+
+def test_rows_outlive_their_handle(model: VLLMSteerModel) -> None:
+    async def main() -> None:
+        _, (handle,) = await model.generate(PROMPT * 30, **SHORT, capture_layers=list(range(30)))
+        await handle.fetch()
+        rows = handle.hidden(3)
+        copy = rows.clone()
+        handle.close()
+        del handle
+        gc.collect()
+        for _ in range(3):  # further captures do not reuse memory that is still looked at
+            _, (other,) = await model.generate("Something else " * 40, **SHORT, capture_layers=list(range(30)))
+            await other.fetch()
+        assert torch.equal(rows, copy)
+
+    asyncio.run(main())
+
+
+def test_a_dropped_handle_warns_and_frees_its_rows(model: VLLMSteerModel) -> None:
+    result = asyncio.run(model.generate([PROMPT] * 2, **SHORT, capture_layers=[1]))
+    assert held(model)["buffers"] == 2
+    with pytest.warns(ResourceWarning, match="dropped without fetching or closing") as caught:
+        del result
+    assert len(caught) == 2
+    wait_until(lambda: held(model) == NOTHING)
+
+
+def test_a_call_that_failed_does_not_warn(model: VLLMSteerModel) -> None:
+    async def main() -> None:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with pytest.raises(LabError):
+                await model.generate([PROMPT, "x" * 100_000], **SHORT, capture_layers=[1])
+            with pytest.raises(RequestError):
+                model.stream(PROMPT, n=3, capture_layers=[1])
+            task = asyncio.create_task(model.generate(PROMPT, **LONG, capture_layers=[1]))
+            await until(lambda: unfinished(model) == 1)
+            await cancelled(task)
+            del task
+            gc.collect()
+        assert not [each for each in caught if issubclass(each.category, ResourceWarning)]
+
+    asyncio.run(main())
+
+
+def test_300_captures_that_nobody_fetches(model: VLLMSteerModel) -> None:
+    """A third dropped, a third closed, a third cancelled under way: the worker's memory returns each time."""
+
+    async def main() -> None:
+        for _ in range(10):
+            _, kept = await model.generate([PROMPT] * 10, temperature=0.0, max_tokens=2, capture_layers=[0, 15])
+            for handle in kept:
+                handle.close()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ResourceWarning)
+                dropped = await model.generate([PROMPT] * 10, temperature=0.0, max_tokens=2, capture_layers=[3])
+                del dropped
+                gc.collect()
+            task = asyncio.create_task(model.generate([PROMPT] * 10, **LONG, capture_layers=[3]))
+            await until(lambda: unfinished(model) == 10)
+            await cancelled(task)
+        await until(lambda: held(model) == NOTHING)
+        assert model._client.captures.held_bytes == 0
+
+    asyncio.run(main())
+
+
+def test_samples_have_their_own_rows(model: VLLMSteerModel, hf: Oracle, vector: Any) -> None:
+    spec = SteeringSpec.at(10, AddSpec(vector, 3.0))
+
+    async def main() -> None:
+        texts, handles = await model.generate(
+            ["Once upon a time", PROMPT],
+            n=3,
+            temperature=1.0,
+            seed=5,
+            max_tokens=12,
+            capture_layers=[9, 10, 29],
+            steering=spec,
+        )
+        assert len(texts) == len(handles) == 6
+        assert len(set(texts[:3])) == len(set(texts[3:])) == 3
+        assert [(h.prompt_index, h.sample_index) for h in handles] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+        await model.fetch_captures_batch(handles)
+        for text, handle in zip(texts, handles, strict=True):
+            wanted = hf.residuals(handle.token_ids, spec)
+            for layer in (9, 10, 29):
+                assert error(handle.hidden(layer), wanted[layer]) < 1e-4
+            answer = model.tokenizer.decode(handle.token_ids[handle.prompt_len :], skip_special_tokens=True)
+            assert text.startswith(answer.rstrip("\ufffd"))  # a character may be cut after the last row's token
+
+        (output,) = await model.generate(PROMPT, n=3, temperature=1.0, seed=5, max_tokens=4, raw_output=True)
+        assert [sample.index for sample in output.outputs] == [0, 1, 2]
+
+    asyncio.run(main())
+
+
+def test_ends_of_answers(model: VLLMSteerModel, hf: Oracle) -> None:
+    """However an answer ends: prompt + generated − 1 rows, right ones, each labelled."""
+    chat = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+    stop_token = model.tokenizer(" Paris")["input_ids"][0]
+    ends: list[tuple[str, dict[str, Any]]] = [
+        (PROMPT, {"max_tokens": 1}),
+        (PROMPT, {"max_tokens": 2}),
+        (PROMPT, {"max_tokens": 7}),
+        (chat, {"max_tokens": 40}),  # end of sequence
+        (chat, {"max_tokens": 40, "stop": ["of Fr"]}),
+        (chat, {"max_tokens": 40, "stop_token_ids": [stop_token]}),
+    ]
+
+    async def main() -> None:
+        for prompt, options in ends:
+            (output,), (handle,) = await model.generate(
+                prompt, temperature=0.0, capture_layers=[0, 29], raw_output=True, **options
+            )
+            generated = list(output.outputs[0].token_ids)
+            await handle.fetch()
+            sequence = [*model.tokenizer(prompt)["input_ids"], *generated]
+            assert handle.token_ids == sequence[:-1]
+            assert handle.positions == list(range(len(sequence) - 1))
+            assert handle.generated_len == len(generated)
+            wanted = hf.residuals(handle.token_ids)
+            assert error(handle.hidden(0), wanted[0]) < 1e-4
+            assert error(handle.hidden(29), wanted[29]) < 1e-4
+
+    asyncio.run(main())
+
+
+# -- bad requests ----------------------------------------------------------------------------------------------------
+
+
+def test_one_bad_request_among_eight(model: VLLMSteerModel, vector: Any) -> None:
+    prompts = [f"Number {index} is" for index in range(8)]
+
+    async def main() -> None:
+        wanted = await model.generate(prompts, **SHORT)
+
+        def ask(index: int) -> Awaitable[Any]:
+            bad = {"steering": SteeringSpec.at(999, AddSpec(vector))} if index == 3 else {}
+            return model.generate(prompts[index], **SHORT, **bad)
+
+        results = await asyncio.gather(*(ask(index) for index in range(8)), return_exceptions=True)
+        assert isinstance(results[3], SteeringError)
+        assert [r[0] for i, r in enumerate(results) if i != 3] == [w for i, w in enumerate(wanted) if i != 3]
+        assert await model.generate(prompts, **SHORT) == wanted
+
+    asyncio.run(main())
+
+
+def test_nothing_is_cut_in_silence(model: VLLMSteerModel) -> None:
+    long = "word " * 2100
+    messages = [{"role": "user", "content": long}]
+
+    async def main() -> None:
+        with pytest.raises(PromptTooLongError, match="max_model_len is 2048"):
+            await model.generate(long, **SHORT)
+        with pytest.raises(PromptTooLongError, match="prompt 1"):
+            await model.generate([PROMPT, long], **SHORT)
+        with pytest.raises(PromptTooLongError):
+            await model.chat(messages, **SHORT)
+        with pytest.raises(PromptTooLongError):
+            model.stream(long, **SHORT)
+        with pytest.raises(PromptTooLongError):
+            model.stream_chat(messages, **SHORT)
+        with pytest.raises(PromptTooLongError, match="ask for at most"):
+            await model.generate(PROMPT, max_tokens=2048)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"max_token": 4}, "max_tokens"),
+        ({"temprature": 0.1}, "temperature"),
+        ({"capture_layer": [1]}, "capture_layers"),
+        ({"sterring": None}, "steering"),
+        ({"capture_layers": [30]}, "layer 30"),
+        ({"capture_layers": [-1]}, "layer -1"),
+        ({"capture_layers": []}, "empty"),
+        ({"capture_layers": "4"}, "layer numbers"),
+        ({"capture_layers": [True]}, "whole number"),
+        ({"steering": 4}, "SteeringSpec"),
+        ({"steering": [SteeringSpec.none()] * 3}, "3 specs for 1"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"sampling_params": {"temperature": 0}}, "SamplingParams"),
+    ],
+)
+def test_arguments_that_cannot_be_used(model: VLLMSteerModel, arguments: dict[str, Any], words: str) -> None:
+    messages = [{"role": "user", "content": "Hello"}]
+
+    async def main() -> None:
+        for call in (
+            lambda: model.generate(PROMPT, **arguments),
+            lambda: model.chat(messages, **arguments),
+        ):
+            with pytest.raises(LabError, match=words):
+                await call()
+        with pytest.raises(LabError):
+            model.stream(PROMPT, **arguments)
+        with pytest.raises(LabError):
+            model.stream_chat(messages, **arguments)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("prompt", ["", [], [[]], 5, None, {"text": "x"}, [1, 10**6], [1.5], {"prompt_token_ids": []}])
+def test_prompts_that_cannot_be_used(model: VLLMSteerModel, prompt: Any) -> None:
+    with pytest.raises(RequestError):
+        asyncio.run(model.generate(prompt, **SHORT))
+
+
+def test_sampling_in_both_forms(model: VLLMSteerModel) -> None:
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=3)
+
+    async def main() -> None:
+        with pytest.raises(RequestError, match="not both"):
+            await model.generate(PROMPT, params, max_tokens=4)
+        both = await model.generate([PROMPT, PROMPT], params, capture_layers=[0], steering=[None, SteeringSpec.none()])
+        await model.fetch_captures_batch(both[1])
+        assert (params.n, params.max_tokens, params.extra_args) == (1, 3, None)  # the caller's own object is left alone
+
+    asyncio.run(main())

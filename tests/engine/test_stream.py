@@ -1,0 +1,227 @@
+"""Streams: the same answer as in one piece, from any loop, and let go of however they end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from chatspace_lab import AddSpec, SteeringSpec, VLLMSteerModel
+from chatspace_lab.errors import RequestError
+from tests.conftest import NOTHING, held, unfinished, wait_until
+from tests.oracle import Oracle, error
+
+PROMPT = "The capital of France is"
+MESSAGES = [{"role": "user", "content": "Count to five."}]
+SHORT: dict[str, Any] = {"temperature": 0.0, "max_tokens": 12}
+LONG: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1500, "ignore_eos": True}
+
+
+async def until(condition: Any) -> None:
+    await asyncio.to_thread(wait_until, condition)
+
+
+def test_a_stream_says_what_a_call_says(model: VLLMSteerModel, vector: torch.Tensor) -> None:
+    spec = SteeringSpec.at(9, AddSpec(vector, 20.0))
+
+    async def main() -> None:
+        for arguments in ({}, {"steering": spec}):
+            (whole,) = await model.generate(PROMPT, **SHORT, **arguments)
+            stream = model.stream(PROMPT, **SHORT, **arguments)
+            deltas = [delta async for delta in stream]
+            assert "".join(delta.text for delta in deltas) == stream.text == whole
+            assert [token for delta in deltas for token in delta.token_ids] == stream.token_ids
+            assert len(stream.token_ids) == 12
+            assert len(deltas) > 3
+            assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
+            assert deltas[-1].finish_reason == stream.finish_reason == "length"
+            assert [delta async for delta in stream] == []
+
+            (answer,) = await model.chat(MESSAGES, **SHORT, **arguments)
+            async with model.stream_chat(MESSAGES, **SHORT, **arguments) as chat:
+                async for _ in chat:
+                    pass
+            assert chat.response() == answer
+            assert chat.response().finish_reason == answer.finish_reason
+
+    asyncio.run(main())
+
+
+def test_a_stream_follows_the_session(model: VLLMSteerModel, vector: torch.Tensor) -> None:
+    async def main() -> None:
+        stream = model.stream(PROMPT, **SHORT)
+        await model.set_layer_vector(9, vector * 20)  # before it begins: in force for it
+        async for _ in stream:
+            pass
+        assert [stream.text] == await model.generate(PROMPT, **SHORT)
+        await model.clear_all_vectors()
+        assert [stream.text] != await model.generate(PROMPT, **SHORT)
+
+    asyncio.run(main())
+
+
+def test_a_continued_chat(model: VLLMSteerModel) -> None:
+    async def main() -> None:
+        messages = [*MESSAGES, {"role": "assistant", "content": "One, two"}]
+        stream = model.stream_chat(messages, **SHORT, chat_options={"continue_final_message": True})
+        async for _ in stream:
+            pass
+        response = stream.response()
+        assert response.prefill == "One, two"
+        assert response == "One, two" + stream.text
+
+    asyncio.run(main())
+
+
+def test_captures_of_a_stream(model: VLLMSteerModel, hf: Oracle) -> None:
+    async def main() -> None:
+        stream = model.stream(PROMPT, **SHORT, capture_layers=[0, 29])
+        async for _ in stream:
+            assert stream.handle.state == "running"
+            break
+        async for _ in stream:
+            pass
+        handle = await stream.handle.fetch()
+        assert handle.token_ids == [*model.tokenizer(PROMPT)["input_ids"], *stream.token_ids[:-1]]
+        wanted = hf.residuals(handle.token_ids)
+        assert error(handle.hidden(0), wanted[0]) < 1e-4
+        assert error(handle.hidden(29), wanted[29]) < 1e-4
+
+    asyncio.run(main())
+
+
+def test_leaving_early_aborts_and_keeps_the_captures_so_far(model: VLLMSteerModel, hf: Oracle) -> None:
+    async def main() -> None:
+        async with model.stream(PROMPT, **LONG, capture_layers=[29]) as stream:
+            async for _ in stream:
+                if len(stream.token_ids) >= 5:
+                    break
+        assert unfinished(model) == 0
+        assert stream.finish_reason is None
+        handle = await stream.handle.fetch()
+        assert handle.generated_len == len(stream.token_ids) >= 5
+        assert error(handle.hidden(29), hf.residuals(handle.token_ids)[29]) < 1e-4
+
+    asyncio.run(main())
+
+
+def test_a_bare_break_aborts_too(model: VLLMSteerModel, vector: torch.Tensor) -> None:
+    async def main() -> None:
+        async for _ in model.stream(PROMPT, **LONG):
+            break
+        gc.collect()
+        await until(lambda: unfinished(model) == 0)
+        async with asyncio.timeout(5):
+            await model.set_layer_vector(4, vector)
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_consumer_aborts(model: VLLMSteerModel) -> None:
+    async def main() -> None:
+        async def consume() -> None:
+            async for _ in model.stream(PROMPT, **LONG):
+                pass
+
+        task = asyncio.create_task(consume())
+        await until(lambda: unfinished(model) == 1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert unfinished(model) == 0
+
+    asyncio.run(main())
+
+
+def test_a_loop_that_ends_takes_its_stream_along(model: VLLMSteerModel) -> None:
+    async def main() -> Any:
+        stream = model.stream(PROMPT, **LONG)
+        await anext(stream)
+        return stream
+
+    stream = asyncio.run(main())
+    assert stream.text
+    del stream
+    gc.collect()
+    wait_until(lambda: unfinished(model) == 0)
+
+
+def test_left_while_it_waits_for_the_lock(model: VLLMSteerModel, vector: torch.Tensor) -> None:
+    async def main() -> None:
+        running = asyncio.create_task(model.generate(PROMPT, **LONG))
+        await until(lambda: unfinished(model) == 1)
+        change = asyncio.create_task(model.set_layer_vector(4, vector))
+        await until(lambda: len(model._lock._queue) == 1)
+        stream = model.stream(PROMPT, **LONG, capture_layers=[0])
+        waiting = asyncio.create_task(anext(stream))
+        await until(lambda: len(model._lock._queue) == 2)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert stream.handle.state == "closed"  # it never began: there is nothing to fetch
+        running.cancel()
+        await asyncio.wait([running])
+        await change
+
+    asyncio.run(main())
+
+
+def test_left_before_the_first_token(model: VLLMSteerModel) -> None:
+    async def main() -> None:
+        for steps in range(0, 40, 4):
+            stream = model.stream(PROMPT, **LONG, capture_layers=[0, 3])
+            waiting = asyncio.create_task(anext(stream))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            await stream.aclose()
+            if stream.handle.state == "ready":
+                await stream.handle.fetch()
+                assert stream.handle.hidden(3).shape == (len(stream.handle.token_ids), model.hidden_size)
+            stream.handle.close()
+        await until(lambda: held(model) == NOTHING)
+        assert unfinished(model) == 0
+
+    asyncio.run(main())
+
+
+def test_a_handle_closed_while_the_stream_runs(model: VLLMSteerModel) -> None:
+    async def main() -> None:
+        for after in range(3):
+            stream = model.stream(PROMPT, **SHORT, capture_layers=[0])
+            if after == 0:
+                stream.handle.close()
+            count = 0
+            async for _ in stream:
+                count += 1
+                if count == after:
+                    stream.handle.close()
+            assert len(stream.token_ids) == 12
+        await until(lambda: held(model) == NOTHING)
+
+    asyncio.run(main())
+
+
+def test_never_started(model: VLLMSteerModel) -> None:
+    async def main() -> None:
+        stream = model.stream(PROMPT, **SHORT, capture_layers=[0])
+        await stream.aclose()
+        assert [delta async for delta in stream] == []
+        assert unfinished(model) == 0
+
+    asyncio.run(main())
+
+
+def test_one_prompt_and_one_sample(model: VLLMSteerModel) -> None:
+    with pytest.raises(RequestError, match="one prompt"):
+        model.stream([PROMPT, PROMPT], **SHORT)
+    with pytest.raises(RequestError, match="one prompt"):
+        model.stream_chat([MESSAGES, MESSAGES], **SHORT)
+    with pytest.raises(RequestError, match="one sample"):
+        model.stream(PROMPT, n=2)
+    with pytest.raises(RequestError, match="one SteeringSpec"):
+        model.stream(PROMPT, **SHORT, steering=[SteeringSpec.none()])
