@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         ProjectionCapSpec,
         SteeringSpec,
     )
+    from chatspace_lab.steering.where import Where
 
 _HOME = {
     "AblationSpec": "steering.specs",
@@ -40,6 +41,7 @@ _HOME = {
     "TextStream": "engine.stream",
     "VLLMSteerModel": "engine.model",
     "VLLMSteeringConfig": "engine.config",
+    "Where": "steering.where",
 }
 
 __all__ = [
@@ -56,6 +58,7 @@ __all__ = [
     "TextStream",
     "VLLMSteerModel",
     "VLLMSteeringConfig",
+    "Where",
 ]
 
 

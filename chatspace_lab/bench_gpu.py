@@ -10,6 +10,7 @@ import asyncio
 import concurrent.futures
 import itertools
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -192,11 +193,13 @@ def measure_shape(
         "skip_tokenizer_init": True,
         "max_model_len": 2048,
         "enable_prefix_caching": False,
+        "gpu_memory_utilization": 0.4,
         "kv_cache_memory_bytes": 16 << 30,  # stated, so that neither start measures the other's memory
         **engine,
     }
+    os.environ["VLLM_PLUGINS"] = ""  # else any plugin in the environment changes what "plain" means
     with concurrent.futures.ThreadPoolExecutor() as executor:
-        plain_start = executor.submit(PlainEngine, folder, **options)
+        plain_start = executor.submit(PlainEngine, folder, enforce_eager=False, **options)
         ours_config = VLLMSteeringConfig(folder, max_capture_bytes=24 << 30, **options)
         ours = executor.submit(VLLMSteerModel, ours_config, enforce_eager=False).result()
         plain = plain_start.result()

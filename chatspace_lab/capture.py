@@ -12,6 +12,7 @@ import torch
 
 from chatspace_lab.chat import MessageBoundary
 from chatspace_lab.errors import CaptureClosedError, CaptureError, CaptureNotFetchedError, MessageLocationError
+from chatspace_lab.spans import below
 
 
 class CaptureSource(Protocol):
@@ -29,7 +30,8 @@ class CaptureSource(Protocol):
 class CaptureHandle:
     """The activations of one request: a row per token that the model computed, at each captured layer.
 
-    There are ``prompt + generated − 1`` rows: the last generated token is sampled but never computed. The rows stay in
+    There are ``prompt + generated − 1`` rows (those of them that ``capture_where`` chose): the last generated token is
+    sampled but never computed. The rows stay in
     the workers until :meth:`fetch` (or ``model.fetch_captures_batch``, for many at once). A handle frees them when it
     is closed, or left as a context manager; one that is dropped without either warns.
 
@@ -43,6 +45,8 @@ class CaptureHandle:
         The token of each row, ``[rows]``.
     positions : list of int
         The absolute position of each row's token, ``[rows]``.
+    spans : list of int
+        The captured positions, as flat spans (:mod:`chatspace_lab.spans`).
     prompt_len : int
         Tokens of the prompt.
     generated_len : int
@@ -57,6 +61,7 @@ class CaptureHandle:
         *,
         request_id: str,
         layers: Sequence[int],
+        spans: Sequence[int],
         prompt_token_ids: Sequence[int],
         boundaries: Sequence[MessageBoundary | MessageLocationError] | None = None,
         copies: int = 1,
@@ -72,6 +77,7 @@ class CaptureHandle:
         self._generated: list[int] = []
         self.request_id = request_id
         self.layer_indices = tuple(layers)
+        self.spans = list(spans)
         self.prompt_len = len(self._prompt)
         self.prompt_index, self.sample_index = prompt_index, sample_index
         self.positions: list[int] = []
@@ -90,19 +96,14 @@ class CaptureHandle:
     def complete(self, generated_token_ids: Sequence[int]) -> None:
         """Say that the request has ended with these tokens. Called by the model."""
         self._generated = list(generated_token_ids)
-        self._label(range(self.computed))
+        sequence = [*self._prompt, *self._generated]
+        self.positions = below(self.spans, self.computed)
+        self.token_ids = [sequence[position] for position in self.positions]
         if self._state == "running":
             self._state = "ready"
 
-    def _label(self, positions: Sequence[int]) -> None:
-        sequence = [*self._prompt, *self._generated]
-        self.positions = list(positions)
-        self.token_ids = [sequence[position] for position in self.positions]
-
-    def receive(self, rows: torch.Tensor, positions: Sequence[int] | None) -> None:
+    def receive(self, rows: torch.Tensor) -> None:
         """Take ``rows`` [layers, rows, hidden_size] as this handle's own. Called by the model."""
-        if positions is not None:
-            self._label(positions)
         self._captures = {
             layer: [{"hidden": rows[index]} for _ in range(self._copies)]
             for index, layer in enumerate(self.layer_indices)

@@ -59,11 +59,6 @@ class EngineOptions(TypedDict):
     max_capture_bytes: int
 
 
-def everywhere() -> list[int]:
-    """Return the span list that means every position."""
-    return [0, -1]
-
-
 def ok(value: Any) -> list[Any]:
     """Wrap what an RPC returns."""
     return ["ok", value]

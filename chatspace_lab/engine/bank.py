@@ -20,6 +20,11 @@ class _Row:
     users: int
     uploaded: asyncio.Task[None]
 
+    @property
+    def settled(self) -> bool:
+        """Whether the vector has reached the workers."""
+        return self.uploaded.done() and not self.uploaded.cancelled() and self.uploaded.exception() is None
+
 
 class VectorBank:
     """Places vectors in rows, on the engine's loop.
@@ -46,8 +51,7 @@ class VectorBank:
             if key in self._rows:
                 self._forget_if_failed(key)
         new = [key for key in vectors if key not in self._rows]
-        idle = sum(1 for key, row in self._rows.items() if not row.users and key not in vectors)
-        if len(new) > len(self._free) + idle:
+        if len(new) > len(self._free) + (self._idle_beside(vectors) if new else 0):
             raise SteeringError(
                 f"{len(new)} new vectors do not fit beside those in use: the bank has {self.capacity} rows; "
                 f"raise max_vectors in the configuration, or wait for requests under way"
@@ -63,13 +67,17 @@ class VectorBank:
             for key, index in zip(new, indices, strict=True):
                 self._rows[key] = _Row(index, 1, task)
         rows = [self._rows[key] for key in vectors]
+        pending = {row.uploaded for row in rows if not row.settled}
         try:
-            for uploaded in {id(row.uploaded): row.uploaded for row in rows}.values():
+            for uploaded in pending:
                 await asyncio.shield(uploaded)
         except BaseException:
             self.release(vectors)
             raise
         return [row.index for row in rows]
+
+    def _idle_beside(self, vectors: Mapping[bytes, torch.Tensor]) -> int:
+        return sum(1 for key, row in self._rows.items() if not row.users and key not in vectors)
 
     def _place(self, key: bytes) -> int:
         if self._free:

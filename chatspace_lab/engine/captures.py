@@ -15,6 +15,7 @@ from chatspace_lab import wire
 from chatspace_lab.capture import CaptureHandle
 from chatspace_lab.engine.loop import LoopThread
 from chatspace_lab.errors import CaptureClosedError, CaptureError, CaptureLimitError, LabError
+from chatspace_lab.spans import rank
 
 MAP_BYTES = 256 << 10
 """Captures of fewer bytes are copied: a process may hold only so many mappings."""
@@ -65,7 +66,7 @@ class CaptureBroker:
         CaptureLimitError
             If they do not fit beside what is held. Nothing has run then.
         """
-        new = {h.request_id: h.prompt_len * len(h.layer_indices) * self._row_bytes for h in handles}
+        new = {h.request_id: rank(h.spans, h.prompt_len) * len(h.layer_indices) * self._row_bytes for h in handles}
         held = sum(self._held.values())
         if held + sum(new.values()) > self._limit:
             raise CaptureLimitError(
@@ -78,7 +79,7 @@ class CaptureBroker:
     def completed(self, handle: CaptureHandle) -> None:
         """Correct what a finished request holds."""
         if handle.request_id in self._held:
-            self._held[handle.request_id] = handle.computed * len(handle.layer_indices) * self._row_bytes
+            self._held[handle.request_id] = len(handle.positions) * len(handle.layer_indices) * self._row_bytes
 
     @property
     def held_bytes(self) -> int:
@@ -110,7 +111,7 @@ class CaptureBroker:
                 elif handle.state == "running":
                     failures[key] = CaptureError(f"request {key} has not ended yet: await it, then fetch")
                 elif handle.state == "ready" and not handle.computed:  # cut off before the first token
-                    handle.receive(self._empty(handle), [])
+                    handle.receive(self._empty(handle))
                     self.discard(key)
                 elif handle.state == "ready":
                     wanted[key] = handle
@@ -140,7 +141,7 @@ class CaptureBroker:
                 if handle.state == "closed":  # while this answer was under way
                     continue
                 rows = self._rows(key, handle, entry["segments"], opened, copy=answer["crowded"])
-                handle.receive(rows, entry["positions"])
+                handle.receive(rows)
                 self._held.pop(key, None)
         return failures
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from chatspace_lab.capture import CaptureHandle
 from chatspace_lab.chat import ChatResponse, is_batch, render
@@ -16,6 +15,7 @@ from chatspace_lab.engine.client import EngineClient
 from chatspace_lab.engine.config import VLLMSteeringConfig
 from chatspace_lab.engine.requests import (
     OWN_ARGUMENTS,
+    Ask,
     Prompt,
     Steering,
     Submission,
@@ -23,21 +23,22 @@ from chatspace_lab.engine.requests import (
     check_length,
     prompts_from,
     sampling_from,
+    spans_of,
     steering_per_prompt,
 )
 from chatspace_lab.engine.state import SessionSteering
+from chatspace_lab.engine.steering_methods import SessionSteeringMethods
 from chatspace_lab.engine.stream import StreamDelta, TextStream
 from chatspace_lab.errors import RequestError, SteeringError
-from chatspace_lab.steering.program import Program, check_layer, compile_spec
-from chatspace_lab.steering.specs import AblationSpec, AddSpec, Operation, ProjectionCapSpec, SteeringSpec
+from chatspace_lab.steering.program import check_layer
+from chatspace_lab.steering.specs import SteeringSpec
+from chatspace_lab.steering.where import Where, as_where
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
 
-T = TypeVar("T")
 
-
-class VLLMSteerModel:
+class VLLMSteerModel(SessionSteeringMethods):
     """A language model on vLLM whose residual stream can be changed and read.
 
     Public coroutines may be awaited from any event loop and thread; they run on one loop of the model's own. Close the
@@ -90,7 +91,6 @@ class VLLMSteerModel:
         self.max_model_len, self.tokenizer = facts.max_model_len, facts.tokenizer
         self._loop, self._lock = self._client.loop, self._client.lock
         self._session = SessionSteering(self._lock, self._client.bank, self._compile)
-        self._target_layer: int | None = None
         try:
             for layer in layers:
                 check_layer(layer, self.layer_count)
@@ -106,6 +106,7 @@ class VLLMSteerModel:
         sampling_params: Any = None,
         *,
         capture_layers: Sequence[int] | None = None,
+        capture_where: Where | str = "all",
         steering: Steering = None,
         raw_output: bool = False,
         **sampling: Any,
@@ -120,6 +121,9 @@ class VLLMSteerModel:
             ``vllm.SamplingParams``; or give its fields as keywords (``temperature=0.0, max_tokens=8``).
         capture_layers
             Layers whose activations to capture.
+        capture_where
+            Which positions to capture: ``"all"``, ``"prompt"``, ``"answer"`` or a :class:`Where`. What is not chosen is
+            never copied.
         steering
             A spec for this call alone, or one per prompt, in place of the session-wide steering; None in a list, or
             altogether, is the session-wide one, and ``SteeringSpec.none()`` is none.
@@ -143,7 +147,7 @@ class VLLMSteerModel:
             self._complete(
                 lambda: prompts_from(prompts, self.tokenizer, self._client.facts.vocab_size),
                 lambda submission, output: output.text,
-                (sampling_params, sampling, capture_layers, steering, raw_output),
+                Ask(sampling_params, sampling, capture_layers, capture_where, steering, raw_output),
             )
         )
 
@@ -154,6 +158,7 @@ class VLLMSteerModel:
         *,
         chat_options: dict[str, Any] | None = None,
         capture_layers: Sequence[int] | None = None,
+        capture_where: Where | str = "all",
         steering: Steering = None,
         raw_output: bool = False,
         **sampling: Any,
@@ -167,7 +172,7 @@ class VLLMSteerModel:
         chat_options
             Arguments of the tokenizer's ``apply_chat_template``. ``add_generation_prompt=False`` with
             ``continue_final_message=True`` continues the assistant's own final message.
-        sampling_params, capture_layers, steering, raw_output
+        sampling_params, capture_layers, capture_where, steering, raw_output
             As for :meth:`generate`.
 
         Returns
@@ -186,7 +191,7 @@ class VLLMSteerModel:
                 lambda submission, output: ChatResponse(
                     output.text, submission.prompt.chat.prefill if submission.prompt.chat else "", output.finish_reason
                 ),
-                (sampling_params, sampling, capture_layers, steering, raw_output),
+                Ask(sampling_params, sampling, capture_layers, capture_where, steering, raw_output),
             )
         )
 
@@ -196,12 +201,13 @@ class VLLMSteerModel:
         sampling_params: Any = None,
         *,
         capture_layers: Sequence[int] | None = None,
+        capture_where: Where | str = "all",
         steering: SteeringSpec | None = None,
         **sampling: Any,
     ) -> TextStream:
         """Complete one prompt piece by piece: ``async for delta in model.stream(…)``. Arguments as :meth:`generate`."""
-        arguments = (sampling_params, sampling, capture_layers, steering, False)
-        return self._stream(prompts_from(prompt, self.tokenizer, self._client.facts.vocab_size), arguments)
+        ask = Ask(sampling_params, sampling, capture_layers, capture_where, steering)
+        return self._stream(prompts_from(prompt, self.tokenizer, self._client.facts.vocab_size), ask)
 
     def stream_chat(
         self,
@@ -210,12 +216,13 @@ class VLLMSteerModel:
         *,
         chat_options: dict[str, Any] | None = None,
         capture_layers: Sequence[int] | None = None,
+        capture_where: Where | str = "all",
         steering: SteeringSpec | None = None,
         **sampling: Any,
     ) -> TextStream:
         """Answer one conversation piece by piece. Arguments as :meth:`chat`."""
-        arguments = (sampling_params, sampling, capture_layers, steering, False)
-        return self._stream(self._chat_prompts(messages, chat_options), arguments)
+        ask = Ask(sampling_params, sampling, capture_layers, capture_where, steering)
+        return self._stream(self._chat_prompts(messages, chat_options), ask)
 
     async def fetch_captures_batch(self, handles: Sequence[CaptureHandle]) -> None:
         """Bring the rows of many handles, of any calls, into this process in one round.
@@ -226,83 +233,6 @@ class VLLMSteerModel:
             If any cannot be given; the others are fetched all the same.
         """
         await self._client.captures.fetch(list(handles))
-
-    # -- session-wide steering -----------------------------------------------------------------------------------
-
-    async def set_layer_vector(self, layer_idx: int, vector: Any, scale: float = 1.0) -> None:
-        """Add ``scale · vector`` at a layer from now on, in place of what was added there before."""
-        await self._set_operation(layer_idx, AddSpec(vector, scale))
-
-    def set_target_layer(self, layer_idx: int) -> None:
-        """Choose the layer of :meth:`set_vector`."""
-        self._target_layer = check_layer(layer_idx, self.layer_count)
-
-    async def set_vector(self, vector: Any, scale: float = 1.0) -> None:
-        """Like :meth:`set_layer_vector`, at the layer chosen by :meth:`set_target_layer`."""
-        if self._target_layer is None:
-            raise SteeringError("set_vector: no target layer; call set_target_layer(layer) first")
-        await self.set_layer_vector(self._target_layer, vector, scale)
-
-    async def clear_layer_vector(self, layer_idx: int) -> None:
-        """Add nothing at a layer any more; its cap and ablation stay."""
-        await self._clear_operation(layer_idx, AddSpec)
-
-    async def clear_all_vectors(self) -> None:
-        """Remove all session-wide steering: vectors, caps and ablations of every layer."""
-        await self._change(lambda _: SteeringSpec.none())
-
-    async def set_layer_projection_cap(
-        self,
-        layer_idx: int,
-        vector: Any,
-        min: float | None = None,  # noqa: A002
-        max: float | None = None,  # noqa: A002
-    ) -> None:
-        """Clamp the component along ``vector`` at a layer to ``[min, max]`` from now on, after what is added there."""
-        await self._set_operation(layer_idx, ProjectionCapSpec(vector, min, max))
-
-    async def clear_layer_projection_cap(self, layer_idx: int) -> None:
-        """Cap nothing at a layer any more."""
-        await self._clear_operation(layer_idx, ProjectionCapSpec)
-
-    async def set_layer_ablation(self, layer_idx: int, vector: Any, scale: float = 0.0) -> None:
-        """Multiply the component along ``vector`` at a layer by ``scale`` from now on, after add and cap."""
-        await self._set_operation(layer_idx, AblationSpec(vector, scale))
-
-    async def clear_layer_ablation(self, layer_idx: int) -> None:
-        """Ablate nothing at a layer any more."""
-        await self._clear_operation(layer_idx, AblationSpec)
-
-    async def apply_steering_spec(self, spec: SteeringSpec) -> None:
-        """Replace all session-wide steering by ``spec``, at all layers at once."""
-        self._compile(spec)
-        await self._change(lambda _: spec)
-
-    async def push_steering_spec(self, spec: SteeringSpec) -> None:
-        """Remember the steering in force on a stack and replace it by ``spec``."""
-        self._compile(spec)
-        await self._in_turn(lambda: self._session.push(spec))
-
-    async def pop_steering_spec(self) -> SteeringSpec:
-        """Bring back, and return, the steering that the last push replaced."""
-        return await self._in_turn(self._session.pop)
-
-    def export_steering_spec(self) -> SteeringSpec:
-        """Return the session-wide steering in force; ``SteeringSpec.none()`` if there is none."""
-        return self._session.spec
-
-    @asynccontextmanager
-    async def steering(self, spec: SteeringSpec) -> AsyncIterator[None]:
-        """Steer by ``spec`` inside the block; what was in force before comes back, whatever ends the block."""
-        self._compile(spec)
-        mark = object()
-        try:
-            await self._in_turn(lambda: self._session.push(spec, mark))
-            yield
-        finally:
-            if self._session.holds(mark):  # also when the cancellation came just after the push
-                restored = self._loop.spawn(self._session.leave(mark))
-                await asyncio.shield(asyncio.wrap_future(restored.finished))
 
     # -- the model's own life ------------------------------------------------------------------------------------
 
@@ -328,46 +258,6 @@ class VLLMSteerModel:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    async def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return await self._loop.run(coroutine)
-
-    async def _in_turn(self, action: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run a change behind the requests that were made before it."""
-        await asyncio.sleep(0)  # tasks that the caller created before this call have not begun yet: they go first
-        return await self._run(action())
-
-    async def _change(self, update: Callable[[SteeringSpec], SteeringSpec]) -> None:
-        await self._in_turn(lambda: self._session.change(update))
-
-    def _compile(self, spec: SteeringSpec) -> Program | None:
-        return compile_spec(
-            spec,
-            layer_count=self.layer_count,
-            hidden_size=self.hidden_size,
-            max_ops_per_layer=self.config.max_ops_per_layer,
-        )
-
-    async def _set_operation(self, layer_idx: int, operation: Operation) -> None:
-        layer = check_layer(layer_idx, self.layer_count)
-        self._compile(SteeringSpec.at(layer, operation))
-
-        def update(spec: SteeringSpec) -> SteeringSpec:
-            before = spec.layers.get(layer)
-            return spec.with_layer(
-                layer, before.with_operation(operation) if before else SteeringSpec.at(layer, operation).layers[layer]
-            )
-
-        await self._change(update)
-
-    async def _clear_operation(self, layer_idx: int, kind: type) -> None:
-        layer = check_layer(layer_idx, self.layer_count)
-
-        def update(spec: SteeringSpec) -> SteeringSpec:
-            before = spec.layers.get(layer)
-            return spec.with_layer(layer, before.without(kind) if before else None)
-
-        await self._change(update)
-
     def _chat_prompts(self, messages: Any, options: dict[str, Any] | None) -> list[Prompt]:
         if self.tokenizer is None:
             raise RequestError("this model was started without a tokenizer, so it has no chat template")
@@ -381,61 +271,67 @@ class VLLMSteerModel:
             prompts.append(Prompt(chat.token_ids, chat.text, chat))
         return prompts
 
-    def _submissions(self, prompts: list[Prompt], arguments: tuple[Any, ...]) -> list[Submission]:
+    def _submissions(self, prompts: list[Prompt], ask: Ask) -> list[Submission]:
         """Check everything and lay out one request per prompt and sample."""
-        sampling_params, sampling, capture_layers, steering, _ = arguments
-        params = sampling_from(sampling_params, sampling, own=OWN_ARGUMENTS)
+        params = sampling_from(ask.sampling_params, ask.sampling, own=OWN_ARGUMENTS)
         for index, prompt in enumerate(prompts):
             check_length(prompt, index, params.max_tokens, self.max_model_len)
-        layers = None if capture_layers is None else check_capture_layers(capture_layers, self.layer_count)
-        specs = steering_per_prompt(steering, len(prompts))
-        compiled = {id(spec): self._compile(spec) for spec in specs if spec is not None}
+        layers = None if ask.capture_layers is None else check_capture_layers(ask.capture_layers, self.layer_count)
+        capture_where = as_where(ask.capture_where)
+        specs = steering_per_prompt(ask.steering, len(prompts))
         submissions = []
         for index, (prompt, spec) in enumerate(zip(prompts, specs, strict=True)):
+            spans = layers and spans_of(capture_where, prompt, params, self.tokenizer, self.max_model_len)
             for sample in range(params.n):
                 request_id = uuid.uuid4().hex[:16]
-                handle = layers and CaptureHandle(
-                    self._client.captures,
-                    request_id=request_id,
-                    layers=layers,
-                    prompt_token_ids=prompt.token_ids,
-                    boundaries=prompt.chat.boundaries if prompt.chat else None,
-                    copies=self.config.tensor_parallel_size,
-                    prompt_index=index,
-                    sample_index=sample,
-                )
-                program = self._session.program if spec is None else compiled[id(spec)]
-                submissions.append(Submission(request_id, prompt, params, program, handle or None, index, sample))
+                handle = None
+                if layers and spans:
+                    handle = CaptureHandle(
+                        self._client.captures,
+                        request_id=request_id,
+                        layers=layers,
+                        spans=spans,
+                        prompt_token_ids=prompt.token_ids,
+                        boundaries=prompt.chat.boundaries if prompt.chat else None,
+                        copies=self.config.tensor_parallel_size,
+                        prompt_index=index,
+                        sample_index=sample,
+                    )
+                submissions.append(Submission(request_id, prompt, params, handle, index, sample))
+                self._steer(submissions[-1], spec)
         return submissions
 
-    def _reading(self, arguments: tuple[Any, ...]) -> contextlib.AbstractAsyncContextManager[None]:
+    def _steer(self, submission: Submission, spec: SteeringSpec | None) -> None:
+        """Give a request its own steering, or with None the session's."""
+        program = self._session.program if spec is None else self._compile(spec)
+        submission.steer(spec or self._session.spec, program, self.tokenizer, self.max_model_len)
+
+    def _reading(self, ask: Ask) -> contextlib.AbstractAsyncContextManager[None]:
         """Hold off changes of the session-wide steering, if any of these requests follows it."""
-        steering = arguments[3]
-        follows = steering is None or (isinstance(steering, Sequence) and any(spec is None for spec in steering))
-        return self._lock.read() if follows else contextlib.nullcontext()
+        return self._lock.read() if ask.follows_session else contextlib.nullcontext()
 
     async def _complete(
-        self, prompts: Callable[[], list[Prompt]], finish: Callable[[Submission, Any], Any], arguments: tuple[Any, ...]
+        self, prompts: Callable[[], list[Prompt]], finish: Callable[[Submission, Any], Any], ask: Ask
     ) -> Any:
         ready = prompts()
-        async with self._reading(arguments):
-            submissions = self._submissions(ready, arguments)
+        async with self._reading(ask):
+            submissions = self._submissions(ready, ask)
             outputs = await self._client.run(submissions)
         results: list[Any]
-        if arguments[4]:
+        if ask.raw_output:
             results = _merge_samples(submissions, outputs)
         else:
             results = [finish(s, output.outputs[0]) for s, output in zip(submissions, outputs, strict=True)]
-        if arguments[2] is None:
+        if ask.capture_layers is None:
             return results
         return results, [submission.handle for submission in submissions]
 
-    def _stream(self, prompts: list[Prompt], arguments: tuple[Any, ...]) -> TextStream:
+    def _stream(self, prompts: list[Prompt], ask: Ask) -> TextStream:
         if len(prompts) != 1:
             raise RequestError(f"a stream answers one prompt, got {len(prompts)}")
-        if arguments[3] is not None and not isinstance(arguments[3], SteeringSpec):
+        if ask.steering is not None and not isinstance(ask.steering, SteeringSpec):
             raise RequestError("a stream takes one SteeringSpec")
-        submission, *more = self._submissions(prompts, arguments)
+        submission, *more = self._submissions(prompts, ask)
         if more:
             for each in (submission, *more):
                 self._client.forget(each)
@@ -443,9 +339,9 @@ class VLLMSteerModel:
 
         async def pump(put: Callable[[StreamDelta], None]) -> None:
             try:
-                async with self._reading(arguments):
-                    if arguments[3] is None:
-                        submission.program = self._session.program
+                async with self._reading(ask):
+                    if ask.steering is None:
+                        self._steer(submission, None)  # the session's may have changed since
                     await self._client.run_one(submission, put)
             finally:
                 if submission.handle is not None and submission.handle.state == "running":

@@ -14,12 +14,31 @@ from chatspace_lab.chat import RenderedChat
 from chatspace_lab.errors import PromptTooLongError, RequestError, SteeringError
 from chatspace_lab.steering.program import Program, check_layer
 from chatspace_lab.steering.specs import SteeringSpec
+from chatspace_lab.steering.where import Where, as_where, resolve
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
 Steering = SteeringSpec | None | Sequence[SteeringSpec | None]
-OWN_ARGUMENTS = ("sampling_params", "capture_layers", "steering", "raw_output", "chat_options")
+OWN_ARGUMENTS = ("sampling_params", "capture_layers", "capture_where", "steering", "raw_output", "chat_options")
+
+
+@dataclasses.dataclass(frozen=True)
+class Ask:
+    """The arguments that generate, chat and stream share, as they were given."""
+
+    sampling_params: Any
+    sampling: Mapping[str, Any]
+    capture_layers: Any
+    capture_where: Where | str
+    steering: Steering
+    raw_output: bool = False
+
+    @property
+    def follows_session(self) -> bool:
+        """Whether any of the requests follows the session-wide steering."""
+        steering = self.steering
+        return steering is None or (isinstance(steering, Sequence) and any(spec is None for spec in steering))
 
 
 @dataclasses.dataclass
@@ -35,16 +54,23 @@ class Prompt:
 class Submission:
     """One request to the engine: one sample of one prompt.
 
-    ``program`` None is no steering. ``handle`` None is no capture.
+    ``program`` None is no steering; else it acts on ``steer_spans``. ``handle`` None is no capture.
     """
 
     request_id: str
     prompt: Prompt
     params: SamplingParams
-    program: Program | None
     handle: CaptureHandle | None
     prompt_index: int
     sample_index: int
+    program: Program | None = None
+    steer_spans: list[int] = dataclasses.field(default_factory=list)
+
+    def steer(self, spec: SteeringSpec, program: Program | None, tokenizer: Any, max_model_len: int) -> None:
+        """Set the steering, with its positions resolved for this prompt."""
+        self.program = program
+        if program is not None:
+            self.steer_spans = spans_of(as_where(spec.where), self.prompt, self.params, tokenizer, max_model_len)
 
     def engine_prompt(self) -> dict[str, Any]:
         """Return the prompt for vLLM, salted by its steering so that KV caches are never mixed."""
@@ -52,7 +78,7 @@ class Submission:
         if self.prompt.text is not None:
             prompt["prompt"] = self.prompt.text
         if self.program is not None:
-            prompt["cache_salt"] = self.program.salt(wire.everywhere())
+            prompt["cache_salt"] = self.program.salt(self.steer_spans)
         return prompt
 
     def engine_params(self, rows: Sequence[int], *, stream: bool) -> SamplingParams:
@@ -69,15 +95,27 @@ class Submission:
         payload: wire.RequestPayload = {
             "key": self.request_id,
             "ops": self.program.payload(rows) if self.program else b"",
-            "steer_spans": wire.everywhere(),
+            "steer_spans": self.steer_spans,
             "capture_layers": list(self.handle.layer_indices) if self.handle else [],
-            "capture_spans": wire.everywhere(),
+            "capture_spans": self.handle.spans if self.handle else [],
         }
         params.extra_args = {**(params.extra_args or {}), wire.EXTRA: payload}
-        if self.handle is not None:
+        if self.handle is not None and self.handle.spans[0] < len(self.prompt.token_ids):
             # A token whose KV comes from the cache is never computed, so there would be nothing to capture.
             params.skip_reading_prefix_cache = True
         return params
+
+
+def spans_of(where: Where, prompt: Prompt, params: SamplingParams, tokenizer: Any, max_model_len: int) -> list[int]:
+    """Return the positions that ``where`` chooses of a request, as flat spans."""
+    longest = max_model_len if params.max_tokens is None else len(prompt.token_ids) + params.max_tokens
+    return resolve(
+        where,
+        prompt.token_ids,
+        limit=min(longest, max_model_len),
+        special_ids=tokenizer.all_special_ids if tokenizer is not None else (),
+        messages=prompt.chat.boundaries if prompt.chat else None,
+    )
 
 
 def sampling_from(sampling_params: Any, keywords: Mapping[str, Any], *, own: Sequence[str]) -> SamplingParams:

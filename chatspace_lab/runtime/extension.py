@@ -46,10 +46,13 @@ class SteeringWorkerExtension:
 
     chatspace_lab_runtime: Runtime
     chatspace_lab_facts: dict[str, Any]
+    chatspace_lab_failure: Exception | None = None
 
     @_answers
     def chatspace_lab_describe(self) -> dict[str, Any]:
-        """Return what the kernel must know of the model."""
+        """Return what the kernel must know of the model; raise why it is refused, if it is."""
+        if self.chatspace_lab_failure is not None:
+            raise self.chatspace_lab_failure
         return self.chatspace_lab_facts
 
     @_answers
@@ -173,7 +176,10 @@ def _wrap_load_model() -> None:
     def load_model_and_install(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = load_model(self, *args, **kwargs)
         if self.vllm_config.parallel_config.worker_extension_cls == wire.EXTENSION:
-            _install(self)
+            try:
+                _install(self)
+            except Exception as error:  # noqa: BLE001 - raised here, vLLM would tell the kernel only that something failed
+                self.chatspace_lab_failure = error
         return result
 
     load_model_and_install.chatspace_lab = True  # type: ignore[attr-defined]

@@ -123,6 +123,6 @@ def intervene(
         BLOCK=block,
         ENTRIES=programs.shape[2],
         HAS_RESIDUAL=residual is not None,
-        num_warps=4 if block <= 4096 else 8,
+        num_warps=min(max(block // 256, 1), 16),
     )
     return out

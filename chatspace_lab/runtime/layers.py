@@ -126,7 +126,7 @@ def output_form(blocks: nn.ModuleList, calls: list[_Call], hidden_size: int, arc
         handed = [
             position
             for position, tensor in enumerate(outputs)
-            if tensor.ndim == 2 and tensor.shape[-1] == hidden_size and any(tensor is value for value in after.inputs())
+            if _is_stream(tensor, hidden_size) and any(tensor is value for value in after.inputs())
         ]
         single = isinstance(before.output, torch.Tensor)
         if len(handed) == 1 and single:
@@ -149,6 +149,11 @@ def output_form(blocks: nn.ModuleList, calls: list[_Call], hidden_size: int, arc
     if len(forms) != 1:
         raise UnsupportedError(f"{architecture}: its decoder blocks return {len(forms)} different forms")
     return forms.pop()
+
+
+def _is_stream(tensor: torch.Tensor, hidden_size: int) -> bool:
+    """Whether this can be [tokens, hidden_size], or [1, tokens, hidden_size] as in Hugging Face's own code."""
+    return tensor.shape[-1:] == (hidden_size,) and (tensor.ndim == 2 or (tensor.ndim == 3 and tensor.shape[0] == 1))
 
 
 def _works_on_sum(block: nn.Module, call: _Call, hidden: torch.Tensor, residual: torch.Tensor) -> bool:
@@ -204,6 +209,12 @@ def install(blocks: nn.ModuleList, form: OutputForm) -> None:
         block.chatspace_lab_layer = index  # type: ignore[assignment]
 
 
+def _intervene(hidden: torch.Tensor, residual: torch.Tensor | None, layer: int) -> torch.Tensor:
+    if hidden.ndim == 2:
+        return intervene(hidden, residual, layer)
+    return intervene(hidden[0], None if residual is None else residual[0], layer)[None]
+
+
 _classes: dict[tuple[type, OutputForm], type] = {}
 
 
@@ -216,14 +227,14 @@ def _steered_class(base: type, form: OutputForm) -> type:
     if hidden is None:
 
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return intervene(original(self, *args, **kwargs), None, self.chatspace_lab_layer)
+            return _intervene(original(self, *args, **kwargs), None, self.chatspace_lab_layer)
 
     else:
 
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             output = original(self, *args, **kwargs)
             rest = None if residual is None else output[residual]
-            changed = intervene(output[hidden], rest, self.chatspace_lab_layer)
+            changed = _intervene(output[hidden], rest, self.chatspace_lab_layer)
             return (*output[:hidden], changed, *output[hidden + 1 :])
 
     steered = type(

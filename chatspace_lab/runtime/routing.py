@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from chatspace_lab.spans import overlaps
+
 
 class BatchRow(NamedTuple):
     """One request's part of a step: ``count`` consecutive tokens from absolute position ``first``."""
@@ -74,17 +76,6 @@ class StepPlan:
     distinct: list[bytes] = field(default_factory=lambda: [b""])
     capture_rows: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     moves: list[CaptureMove] = field(default_factory=list)
-
-
-def overlaps(spans: Sequence[int], first: int, count: int) -> list[tuple[int, int]]:
-    """Return the parts of positions ``[first, first + count)`` inside flat ``spans``, as (start, stop)."""
-    parts = []
-    stop = first + count
-    for low, high in zip(spans[::2], spans[1::2], strict=True):
-        start, end = max(low, first), stop if high < 0 else min(high, stop)
-        if start < end:
-            parts.append((start, end))
-    return parts
 
 
 def plan(batch: Sequence[BatchRow], requests: Mapping[str, Routed]) -> StepPlan:

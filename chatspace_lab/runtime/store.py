@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from chatspace_lab.runtime.pool import Region, SharedPool
+from chatspace_lab.spans import overlaps, rank
 
 FIRST_ANSWER_ROWS = 64
 """Rows reserved for the answer at first. Longer answers get further segments, each twice as large as the one before."""
@@ -39,14 +40,6 @@ class Placement(NamedTuple):
     count: int  # type: ignore[assignment]  # hides tuple.count
     segment: Segment
     row: int
-
-
-def rank(spans: Sequence[int], position: int) -> int:
-    """Return how many positions of flat ``spans`` lie below ``position``: the row of a captured position."""
-    total = 0
-    for low, high in zip(spans[::2], spans[1::2], strict=True):
-        total += max(0, (position if high < 0 else min(high, position)) - low)
-    return total
 
 
 class CaptureBuffer:
@@ -137,8 +130,8 @@ class CaptureBuffer:
             If one that should have been captured never was.
         """
         wanted = np.zeros(stop, dtype=bool)
-        for low, high in zip(self.spans[::2], self.spans[1::2], strict=True):
-            wanted[low : stop if high < 0 else min(high, stop)] = True
+        for low, high in overlaps(self.spans, 0, stop):
+            wanted[low:high] = True
         have = np.zeros(stop, dtype=bool)
         have[: len(self._written)] = self._written[:stop]
         missing = np.flatnonzero(wanted & ~have)
@@ -221,7 +214,7 @@ class CaptureStore:
         dict
             ``pid`` of this process; ``crowded``, whether more than half of the memory is taken; ``entries``: per key
             its ``segments`` as [file, offset, bytes, rows used, rows reserved] or [data, rows used, rows reserved],
-            and ``positions`` (None for all), or a ``failure``.
+            or a ``failure``.
         """
         entries: dict[str, Any] = {}
         for key, stop in wanted:
@@ -249,7 +242,7 @@ class CaptureStore:
                 segments.append([slab.fd, offset, nbytes, used, segment.rows])
             else:
                 segments.append([bytes(slab.memory[offset : offset + nbytes]), used, segment.rows])
-        return {"segments": segments, "positions": None if len(positions) == stop else positions.tolist()}
+        return {"segments": segments}
 
     def release(self, keys: Sequence[str]) -> None:
         """Drop buffers. Unknown names are fine: they are gone already."""

@@ -8,6 +8,7 @@ from chatspace_lab.steering.specs import (
     ProjectionCapSpec,
     SteeringSpec,
 )
+from chatspace_lab.steering.where import Where
 
 __all__ = [
     "AblationSpec",
@@ -16,4 +17,5 @@ __all__ = [
     "Operation",
     "ProjectionCapSpec",
     "SteeringSpec",
+    "Where",
 ]

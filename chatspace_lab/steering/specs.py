@@ -23,6 +23,7 @@ import torch
 
 from chatspace_lab.errors import SteeringError
 from chatspace_lab.steering.vectors import as_direction, as_number, as_vector
+from chatspace_lab.steering.where import Where, as_where
 
 
 def _same(left: Any, right: Any) -> bool:
@@ -205,9 +206,13 @@ class SteeringSpec(_ByValue):
     ----------
     layers
         Layer index (0-based; the output of that decoder block) to :class:`LayerSteeringSpec`. Read-only.
+    where
+        Which positions are steered: ``"all"``, ``"prompt"``, ``"answer"``, or a :class:`Where` for some messages, a
+        span, or all but special tokens.
     """
 
     layers: Mapping[int, LayerSteeringSpec] = field(default_factory=dict)
+    where: Where | str = "all"
 
     def __post_init__(self) -> None:
         if not isinstance(self.layers, Mapping):
@@ -226,25 +231,27 @@ class SteeringSpec(_ByValue):
         if not layers:
             raise SteeringError("SteeringSpec is empty: name at least one layer, or say SteeringSpec.none()")
         object.__setattr__(self, "layers", MappingProxyType(dict(sorted(layers.items()))))
+        object.__setattr__(self, "where", as_where(self.where))
 
     @classmethod
     def none(cls) -> SteeringSpec:
         """Return the spec that does nothing, on purpose."""
         spec = object.__new__(cls)
         object.__setattr__(spec, "layers", MappingProxyType({}))
+        object.__setattr__(spec, "where", Where())
         return spec
 
     @classmethod
-    def at(cls, layers: int | Sequence[int], *operations: Operation) -> SteeringSpec:
+    def at(cls, layers: int | Sequence[int], *operations: Operation, where: Where | str = "all") -> SteeringSpec:
         """Return a spec with the same operations at one or several layers."""
         chosen = [layers] if isinstance(layers, int) else list(layers)
         spec = _layer_spec(tuple(operations))
         if spec is None:
             raise SteeringError("SteeringSpec.at: give at least one operation")
-        return cls(layers=dict.fromkeys(chosen, spec))
+        return cls(layers=dict.fromkeys(chosen, spec), where=where)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_spec_from, (dict(self.layers),))
+        return (_spec_from, (dict(self.layers), self.where))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SteeringSpec:
         return self
@@ -267,5 +274,5 @@ class SteeringSpec(_ByValue):
         return replace(self, layers=layers) if layers else SteeringSpec.none()
 
 
-def _spec_from(layers: dict[int, LayerSteeringSpec]) -> SteeringSpec:
-    return SteeringSpec(layers=layers) if layers else SteeringSpec.none()
+def _spec_from(layers: dict[int, LayerSteeringSpec], where: Where) -> SteeringSpec:
+    return SteeringSpec(layers, where) if layers else SteeringSpec.none()

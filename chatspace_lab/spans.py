@@ -1,0 +1,31 @@
+"""Sets of positions as flat spans: start, end, start, end, …, sorted and disjoint. An end of −1 is no end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def pairs(spans: Sequence[int]) -> zip[tuple[int, int]]:
+    """Return the spans as (start, end)."""
+    return zip(spans[::2], spans[1::2], strict=True)
+
+
+def overlaps(spans: Sequence[int], first: int, count: int) -> list[tuple[int, int]]:
+    """Return the parts of positions ``[first, first + count)`` inside ``spans``, as (start, stop)."""
+    parts = []
+    stop = first + count
+    for low, high in pairs(spans):
+        start, end = max(low, first), stop if high < 0 else min(high, stop)
+        if start < end:
+            parts.append((start, end))
+    return parts
+
+
+def below(spans: Sequence[int], stop: int) -> list[int]:
+    """Return the positions of ``spans`` below ``stop``, ascending."""
+    return [position for low, high in overlaps(spans, 0, stop) for position in range(low, high)]
+
+
+def rank(spans: Sequence[int], position: int) -> int:
+    """Return how many positions of ``spans`` lie below ``position``."""
+    return sum(high - low for low, high in overlaps(spans, 0, position))
