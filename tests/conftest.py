@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import psutil
@@ -43,25 +43,39 @@ def unfinished(model: VLLMSteerModel) -> int:
     return model._client._engine.output_processor.get_num_unfinished_requests()
 
 
+def children() -> set[psutil.Process]:
+    """Return the processes below this one. Python's resource tracker stays until the end, and is left out."""
+    found = set()
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "resource_tracker" not in " ".join(child.cmdline()):
+                found.add(child)
+    return found
+
+
+def shared_memory(processes: Iterable[psutil.Process]) -> set[str]:
+    """Return the files in /dev/shm that these processes have mapped or open."""
+    found = set()
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
+            found |= {mapping.path for mapping in process.memory_maps() if mapping.path.startswith("/dev/shm/")}
+            found |= {file.path for file in process.open_files() if file.path.startswith("/dev/shm/")}
+    return {path for path in found if not path.endswith("(deleted)")}
+
+
 @contextlib.contextmanager
 def started(path: str, *, enforce_eager: bool | None = True, **config: Any) -> Iterator[VLLMSteerModel]:
     """Start an engine for a ``with`` block, and check that nothing of it is left afterwards."""
-    before = set(psutil.Process().children(recursive=True))
-    shared = set(os.listdir("/dev/shm"))
+    before = children()
     options = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 27, **config}
     model = VLLMSteerModel(VLLMSteeringConfig(path, **options), enforce_eager=enforce_eager)
+    shared = shared_memory(children() - before)
     try:
         yield model
     finally:
         model.close()
-
-        def gone() -> bool:
-            left = set(psutil.Process().children(recursive=True)) - before
-            return all("resource_tracker" in " ".join(child.cmdline()) for child in left if child.is_running())
-
-        with contextlib.suppress(psutil.NoSuchProcess):
-            wait_until(gone, what="the engine's processes end")
-        assert set(os.listdir("/dev/shm")) <= shared
+        wait_until(lambda: children() <= before, what="the engine's processes end")
+        wait_until(lambda: not any(map(os.path.exists, shared)), what=f"{shared} is freed")
 
 
 @pytest.fixture(scope="session")

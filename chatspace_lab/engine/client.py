@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 
+SHUTDOWN_S = 30
+"""Seconds that an engine may take to end by itself. A worker alone may take 9 of them."""
+
+
 @dataclass(frozen=True)
 class ModelFacts:
     """What the engine told of its model."""
@@ -234,7 +238,8 @@ class EngineClient:
         self.loop.close()
 
     async def _shutdown(self) -> None:
-        self._engine.shutdown()
+        # By default vLLM kills an engine that is not gone after 5 seconds, and then its shared memory stays.
+        self._engine.shutdown(timeout=SHUTDOWN_S)
 
 
 def _children() -> set[psutil.Process]:
