@@ -12,7 +12,7 @@ import torch
 from chatspace_lab import wire
 from chatspace_lab.errors import SteeringError
 from chatspace_lab.steering.specs import AddSpec, Operation, ProjectionCapSpec, SteeringSpec
-from chatspace_lab.steering.vectors import content_key
+from chatspace_lab.steering.vectors import as_index, content_key
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,7 @@ def check_layer(layer: object, layer_count: int) -> int:
     SteeringError
         If it is no whole number in ``[0, layer_count)``.
     """
-    if isinstance(layer, bool) or not hasattr(layer, "__index__"):
-        raise SteeringError(f"a layer is a whole number, got {layer!r}")
-    index = int(layer.__index__())
+    index = as_index(layer, "a layer")
     if not 0 <= index < layer_count:
         raise SteeringError(f"layer {index} does not exist: this model has layers 0 to {layer_count - 1}")
     return index

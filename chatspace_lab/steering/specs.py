@@ -14,7 +14,7 @@ ablation       ``x + (scale − 1)(x·u)·u``                  directional ablat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from chatspace_lab.errors import SteeringError
-from chatspace_lab.steering.vectors import as_direction, as_number, as_vector
+from chatspace_lab.steering.vectors import as_direction, as_index, as_number, as_vector
 from chatspace_lab.steering.where import Where, as_where
 
 
@@ -221,13 +221,12 @@ class SteeringSpec(_ByValue):
             )
         layers: dict[int, LayerSteeringSpec] = {}
         for layer, spec in self.layers.items():
-            if isinstance(layer, bool) or not hasattr(layer, "__index__"):
-                raise SteeringError(f"SteeringSpec.layers: a layer is a whole number, got {layer!r}")
+            index = as_index(layer, "SteeringSpec.layers: a layer")
             if not isinstance(spec, LayerSteeringSpec):
                 raise SteeringError(
                     f"SteeringSpec.layers[{layer}]: expected LayerSteeringSpec, got {type(spec).__name__}"
                 )
-            layers[layer.__index__()] = spec
+            layers[index] = spec
         if not layers:
             raise SteeringError("SteeringSpec is empty: name at least one layer, or say SteeringSpec.none()")
         object.__setattr__(self, "layers", MappingProxyType(dict(sorted(layers.items()))))
@@ -244,7 +243,7 @@ class SteeringSpec(_ByValue):
     @classmethod
     def at(cls, layers: int | Sequence[int], *operations: Operation, where: Where | str = "all") -> SteeringSpec:
         """Return a spec with the same operations at one or several layers."""
-        chosen = [layers] if isinstance(layers, int) else list(layers)
+        chosen = list(layers) if isinstance(layers, Iterable) and not isinstance(layers, torch.Tensor) else [layers]
         spec = _layer_spec(tuple(operations))
         if spec is None:
             raise SteeringError("SteeringSpec.at: give at least one operation")

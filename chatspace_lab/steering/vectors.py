@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,22 @@ def as_number(value: Any, what: str) -> float:
     if not np.isfinite(number) or abs(number) > float(np.finfo(np.float32).max):
         raise SteeringError(f"{what}: expected a finite number within float32, got {value}")
     return number
+
+
+def as_index(value: Any, what: str) -> int:
+    """Return ``value`` as an int, if it is a whole number of any kind.
+
+    Raises
+    ------
+    SteeringError
+        If it is none.
+    """
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise SteeringError(f"{what} is a whole number, got {value!r}")
 
 
 def content_key(vector: torch.Tensor) -> bytes:
