@@ -63,6 +63,7 @@ class Runtime:
         self._captures = captures
         self._requests: dict[str, Routed] = {}
         self._active = False
+        self._continued = 0
 
     def admit(self, finished: Iterable[str], arrived: Iterable[Arrival]) -> None:
         """Forget requests that left the engine and read the payloads of those that came.
@@ -93,6 +94,7 @@ class Runtime:
         if not self._requests:
             self.idle()
             return
+        self._continued += sum(row.first > 0 and row.count > 1 for row in batch)
         step = plan(batch, self._requests)
         placements: list[Placement] = []
         start = 0
@@ -107,8 +109,12 @@ class Runtime:
         self._active = True
 
     def stats(self) -> dict[str, int]:
-        """Return what is held: requests under way, and captures."""
-        return {"requests": len(self._requests), **self.store.stats()}
+        """Return what is held, and which paths were taken: a test must know that it took the one it means.
+
+        ``requests`` under way; what the store holds; ``continued``: parts of prompts that went on where an earlier step
+        had stopped, or a cached prefix; ``recomputed``: captured positions that were computed again.
+        """
+        return {"requests": len(self._requests), "continued": self._continued, **self.store.stats()}
 
     def idle(self) -> None:
         """Leave the next forward pass alone."""

@@ -119,6 +119,7 @@ class CaptureBuffer:
             grown = np.zeros(max(stop, 2 * len(self._written), 64), dtype=bool)
             grown[: len(self._written)] = self._written
             self._written = grown
+        self._store.recomputed += int(self._written[first:stop].sum())
         self._written[first:stop] = True
 
     def positions(self, stop: int) -> np.ndarray:
@@ -170,6 +171,7 @@ class CaptureStore:
     ) -> None:
         self.pool = pool
         self.row_bytes = hidden_size * dtype.itemsize
+        self.recomputed = 0
         self._fence = fence
         self._retired: deque[tuple[Callable[[], bool], list[Region]]] = deque()
         self._buffers: dict[str, CaptureBuffer] = {}
@@ -254,4 +256,9 @@ class CaptureStore:
     def stats(self) -> dict[str, int]:
         """Return how much is held: buffers, bytes given out, and bytes mapped."""
         self.reclaim()
-        return {"buffers": len(self._buffers), "nbytes": self.pool.used, "mapped": self.pool.mapped}
+        return {
+            "buffers": len(self._buffers),
+            "nbytes": self.pool.used,
+            "mapped": self.pool.mapped,
+            "recomputed": self.recomputed,
+        }

@@ -19,6 +19,9 @@ READS = (
     "input_batch.req_ids",
     "input_batch.num_reqs",
     "input_batch.num_computed_tokens_cpu",
+    "input_batch.generators",
+    "discard_request_mask",
+    "sample_tokens",
     "max_num_tokens",
     "max_num_reqs",
     "model_config",
@@ -55,6 +58,28 @@ def attach(runner: Any, runtime: Runtime) -> None:
         runtime.idle()
         return dummy_run(*args, **kwargs)
 
+    if runner.device.type == "cpu":
+        _keep_seeds(runner)
     runner.execute_model = execute_model_steered
     runner._prepare_inputs = prepare_inputs_steered
     runner._dummy_run = dummy_run_unsteered
+
+
+def _keep_seeds(runner: Any) -> None:
+    """Keep a seeded request whose prompt is only partly computed from ending a CPU engine.
+
+    ``_bookkeeping_sync`` takes back the random number drawn for such a request by moving the offset of its generator,
+    which a CPU generator does not have: the engine dies. Without its generator the request draws from the common one,
+    the draw is thrown away all the same, and its own generator has not moved.
+    """
+    sample_tokens = runner.sample_tokens
+
+    def sample_tokens_keeping_seeds(*args: Any, **kwargs: Any) -> Any:
+        batch = runner.input_batch
+        partial = runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()
+        kept = {index: batch.generators.pop(index) for index in partial if index in batch.generators}
+        result = sample_tokens(*args, **kwargs)
+        batch.generators.update(kept)
+        return result
+
+    runner.sample_tokens = sample_tokens_keeping_seeds
