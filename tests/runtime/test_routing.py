@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chatspace_lab.runtime.routing import BatchRow, Routed, overlaps, plan
+from chatspace_lab.runtime.routing import BatchRow, Routed, plan
+from chatspace_lab.spans import overlaps
 
 
 class Target:

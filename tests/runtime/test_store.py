@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from chatspace_lab.runtime.pool import PAGE, SharedPool
-from chatspace_lab.runtime.store import CaptureBuffer, CaptureStore, rank
+from chatspace_lab.runtime.store import CaptureBuffer, CaptureStore
+from chatspace_lab.spans import rank
 
 HIDDEN = 8
 EVERYWHERE = [0, -1]
