@@ -69,11 +69,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def build(name: str, folder: Path, *, seed: int = 0) -> str:
+def build(name: str, folder: Path, *, seed: int = 0, **changes: Any) -> str:
     """Write a random model of an architecture to ``folder`` and return its path. It has no tokenizer."""
     kind, options = CONFIGS[name]
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(getattr(transformers, kind)(**options))
+    model = AutoModelForCausalLM.from_config(getattr(transformers, kind)(**{**options, **changes}))
     for parameter_name, parameter in model.named_parameters():
         if parameter.ndim == 1:  # norms and biases start as ones and zeros, where a mistake would not show
             torch.nn.init.normal_(parameter, mean=float(parameter.mean()), std=0.1)

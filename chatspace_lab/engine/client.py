@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from chatspace_lab.engine.captures import CaptureBroker
 from chatspace_lab.engine.config import VLLMSteeringConfig, check_vllm_version
 from chatspace_lab.engine.lock import AsyncRWLock
 from chatspace_lab.engine.loop import LoopThread
+from chatspace_lab.engine.processes import descendants, end, shared_memory
 from chatspace_lab.engine.requests import Submission
 from chatspace_lab.engine.stream import StreamDelta
 
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
 
 SHUTDOWN_S = 30
 """Seconds that an engine may take to end by itself. A worker alone may take 9 of them."""
+
+_starting = threading.Lock()
+"""One engine of ours starts at a time, so that what a failed start leaves behind can be told from another's."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,8 @@ class EngineClient:
         self.loop, self.lock = loop, AsyncRWLock()
         self._engine, self._config = engine, config
         self._closed = False
+        self._processes: set[psutil.Process] = set()
+        self._shared: set[str] = set()
         self.facts: ModelFacts
         self.bank: VectorBank
         self.captures: CaptureBroker
@@ -69,16 +76,21 @@ class EngineClient:
         """
         version = check_vllm_version()
         kwargs = config.engine_kwargs(enforce_eager)
-        before = _children()
-        loop = LoopThread("chatspace-lab")
-        try:
-            return loop.call(cls._start(loop, config, kwargs, version))
-        except BaseException as error:
-            _end(_children() - before)
-            loop.close()
-            if isinstance(error, errors.LabError) or not isinstance(error, Exception):
-                raise
-            raise errors.EngineStartError(f"the engine did not start: {_first_line(error)}") from error
+        with _starting:
+            before = descendants()
+            loop = LoopThread("chatspace-lab")
+            try:
+                client = loop.call(cls._start(loop, config, kwargs, version))
+            except BaseException as error:
+                left = descendants() - before
+                end(left, shared_memory(left), timeout_s=0)
+                loop.close()
+                if isinstance(error, errors.LabError) or not isinstance(error, Exception):
+                    raise
+                raise errors.EngineStartError(f"the engine did not start: {_first_line(error)}") from error
+            client._processes = descendants() - before
+            client._shared = shared_memory(client._processes)
+            return client
 
     @classmethod
     async def _start(
@@ -235,24 +247,12 @@ class EngineClient:
         self._closed = True
         with contextlib.suppress(errors.EngineDeadError):
             self.loop.call(self._shutdown(), timeout_s=60)
+        end(self._processes, self._shared, timeout_s=5)
         self.loop.close()
 
     async def _shutdown(self) -> None:
         # By default vLLM kills an engine that is not gone after 5 seconds, and then its shared memory stays.
         self._engine.shutdown(timeout=SHUTDOWN_S)
-
-
-def _children() -> set[psutil.Process]:
-    return set(psutil.Process().children(recursive=True))
-
-
-def _end(processes: set[psutil.Process]) -> None:
-    """End processes that a failed start left behind. Python's resource tracker ends by itself, and cleans up."""
-    for process in processes:
-        with contextlib.suppress(psutil.Error):
-            if "resource_tracker" not in " ".join(process.cmdline()):
-                process.kill()
-    psutil.wait_procs(list(processes), timeout=5)
 
 
 def _first_line(error: BaseException) -> str:

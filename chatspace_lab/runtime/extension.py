@@ -74,6 +74,11 @@ class SteeringWorkerExtension:
         self.chatspace_lab_runtime.store.release(keys)
 
     @_answers
+    def chatspace_lab_digest(self) -> str:
+        """Name the contents of the bank: the same on all workers, unless an update reached only some."""
+        return self.chatspace_lab_runtime.tables.digest()
+
+    @_answers
     def chatspace_lab_stats(self) -> dict[str, Any]:
         """Return what the worker holds for us."""
         return self.chatspace_lab_runtime.stats()

@@ -15,6 +15,7 @@ capture_row_of_token    [max_tokens] int32                      the token's row 
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 
@@ -114,6 +115,10 @@ class Tables:
         index = torch.tensor(list(rows), dtype=torch.long, device=self.device)
         values = torch.frombuffer(bytearray(data), dtype=torch.float32).reshape(len(index), self.hidden_size)
         self.bank[index] = values.to(self.device)
+
+    def digest(self) -> str:
+        """Name the contents of the bank."""
+        return hashlib.blake2b(self.bank.cpu().numpy().tobytes(), digest_size=16).hexdigest()
 
     def place_programs(self, programs: Iterable[bytes]) -> dict[bytes, int]:
         """Return the slots of a step's programs (arrays of :data:`chatspace_lab.wire.OP` as bytes); ``b""`` is 0."""

@@ -27,6 +27,10 @@ def _watch(owner_pid: int) -> None:
     parent = os.getppid()
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(owner_pid).wait()
+    # A process that is killed frees no named shared memory; what this one maps is this engine's.
+    for path in {entry.path for entry in psutil.Process().memory_maps() if entry.path.startswith("/dev/shm/")}:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
     # A worker of a tensor-parallel engine is a child of the engine process, which has no watch of its own.
     if parent not in (owner_pid, 1):
         with contextlib.suppress(ProcessLookupError):

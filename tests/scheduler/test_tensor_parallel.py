@@ -1,0 +1,62 @@
+"""Several workers on one host: rows and tokens as with one, steering on all of them, a clear end if one dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import psutil
+import pytest
+
+from chatspace_lab.errors import EngineDeadError
+from tests.conftest import children, started
+from tests.oracle import Oracle
+from tests.scheduler.test_paths import ALL, GREEDY, check, fingerprints, generate, spec
+from tests.tiny import build
+
+WORKERS = 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return build("llama", tmp_path_factory.mktemp("tp"), seed=5, num_key_value_heads=2)
+
+
+@pytest.fixture(autouse=True)
+def unbound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # two cores, and vLLM wants one of its own per worker
+
+
+def workers(before: set[psutil.Process]) -> list[psutil.Process]:
+    return [child for child in children() - before if "Worker" in " ".join(child.cmdline()) or "Worker" in child.name()]
+
+
+def test_rows_and_tokens_as_with_one_worker_and_the_end_of_one(folder: str) -> None:
+    before = children()
+    hf = Oracle(folder)
+    with started(folder, skip_tokenizer_init=True, max_model_len=256, tensor_parallel_size=WORKERS) as model:
+        prompts = fingerprints(6, 5, 3)
+        used = [spec(index) for index in range(6)]
+        _, handles = generate(model, prompts, max_tokens=12, steering=used, capture_layers=ALL)
+        for handle, each in zip(handles, used, strict=True):
+            assert len(handle.captures[0]) == WORKERS
+            check(handle, hf, each)
+        # The bank of every worker holds the same: an update reaches all or none.
+        digests = model._loop.call(model._client.rpc("chatspace_lab_digest"))
+        assert len(digests) == WORKERS
+        assert len(set(digests)) == 1
+
+        async def lose_a_worker() -> list[object]:
+            waiting = [asyncio.create_task(model.generate([5, 6, 7], max_tokens=200, **GREEDY)) for _ in range(4)]
+            await asyncio.sleep(0.5)
+            victim = max(workers(before), key=lambda process: process.create_time())
+            os.kill(victim.pid, 9)
+            return await asyncio.gather(*waiting, return_exceptions=True)
+
+        for outcome in asyncio.run(lose_a_worker()):
+            assert isinstance(outcome, EngineDeadError), outcome
+        with pytest.raises(EngineDeadError, match="make a new one"):
+            asyncio.run(model.generate([1, 2], max_tokens=1, **GREEDY))
+    with started(folder, skip_tokenizer_init=True, max_model_len=256) as again:  # the same process starts anew
+        _, [handle] = generate(again, prompts[0], max_tokens=4, capture_layers=ALL)
+        check(handle, hf, None)
