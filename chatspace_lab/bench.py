@@ -94,13 +94,15 @@ class Measured:
 
 
 class PlainEngine:
-    """vLLM as it is, with the same options as ours."""
+    """vLLM as it is, with the same options as ours. ``sampling`` is added to that of every request."""
 
-    def __init__(self, config: VLLMSteeringConfig) -> None:
+    def __init__(self, config: VLLMSteeringConfig, enforce_eager: bool | None = None, **sampling: Any) -> None:
         from chatspace_lab import wire
         from chatspace_lab.engine.loop import LoopThread
 
-        options = config.engine_kwargs(None)
+        os.environ["VLLM_PLUGINS"] = ""  # any plugin that is installed would change what "plain" means
+        self._sampling = sampling
+        options = config.engine_kwargs(enforce_eager)
         del options["worker_extension_cls"]
         del options["additional_config"][wire.EXTRA]
         self._loop: LoopThread = LoopThread("plain-vllm")
@@ -123,7 +125,7 @@ class PlainEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        params = SamplingParams(**_sampling(tokens), output_kind=RequestOutputKind.FINAL_ONLY)
+        params = SamplingParams(**greedy(tokens), output_kind=RequestOutputKind.FINAL_ONLY, **self._sampling)
         count = 0
         async for output in self._engine.generate({"prompt_token_ids": prompt}, params, uuid.uuid4().hex):
             count += len(output.outputs[0].token_ids)
@@ -164,7 +166,7 @@ def our_cases(model: VLLMSteerModel, targets: dict[str, float]) -> list[Case]:
     middle = model.layer_count // 2
 
     async def generate(prompts: Prompts, tokens: int, **options: Any) -> Any:
-        return await model.generate(prompts, raw_output=True, **_sampling(tokens), **options)
+        return await model.generate(prompts, raw_output=True, **greedy(tokens), **options)
 
     async def nothing(prompts: Prompts, tokens: int) -> int:
         return _count(await generate(prompts, tokens))
@@ -191,6 +193,11 @@ CPU_TARGETS = {"nothing": 0.98, "steered": 0.94, "captured": 0.96}
 
 async def bench(arguments: argparse.Namespace) -> int:
     """Measure, print the report, and return the exit code."""
+    if arguments.gpu:
+        from chatspace_lab.bench_gpu import bench_gpu
+
+        print("\n".join(_facts("random weights", arguments)), flush=True)
+        return await bench_gpu(arguments)
     name = chosen_model(arguments.model_name)
     print("\n".join(_facts(name, arguments)), flush=True)
     from vllm.platforms import current_platform
@@ -261,14 +268,18 @@ def _facts(name: str, arguments: argparse.Namespace) -> list[str]:
     import vllm
 
     shown = DEMO_NAME if arguments.model_name is None else name
+    load = (
+        f"{shown}, dtype {arguments.dtype}, {arguments.batch} requests of {PROMPT_TOKENS} + {arguments.tokens} tokens"
+    )
+    if arguments.gpu:
+        load = f"{' and '.join(arguments.shapes)}, random weights, bfloat16, 64 tokens each"
     facts = {
         "command": shlex.join(["chatspace-lab", *sys.argv[1:]]),
         "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
         "machine": f"{_processor()}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}",
         "versions": f"chatspace-lab {__version__}, vLLM {vllm.__version__}, torch {torch.__version__}, "
         f"Python {platform.python_version()}",
-        "load": f"{shown}, dtype {arguments.dtype}, {arguments.batch} requests of {PROMPT_TOKENS} + "
-        f"{arguments.tokens} tokens, {arguments.pairs} pairs",
+        "load": f"{load}, {arguments.pairs} pairs",
     }
     return [f"{key:<11}{value}" for key, value in facts.items()]
 
@@ -280,7 +291,7 @@ def _processor() -> str:
     return platform.processor() or "unknown processor"
 
 
-def _sampling(tokens: int) -> dict[str, Any]:
+def greedy(tokens: int) -> dict[str, Any]:
     """Greedy, and always the whole length."""
     return {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True}
 

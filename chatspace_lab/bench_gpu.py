@@ -6,23 +6,22 @@ runs. Weights are random: the cost does not depend on them. Every run goes throu
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import concurrent.futures
-import itertools
 import json
-import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from chatspace_lab.bench import PlainEngine, greedy
 from chatspace_lab.engine.config import VLLMSteeringConfig
-from chatspace_lab.engine.loop import LoopThread
 from chatspace_lab.engine.model import VLLMSteerModel
+from chatspace_lab.errors import RequestError, UnsupportedError
 from chatspace_lab.steering.specs import AblationSpec, AddSpec, LayerSteeringSpec, ProjectionCapSpec, SteeringSpec
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -47,6 +46,8 @@ PREFILL = (8, 1500)
 POOL = 256
 """Distinct vectors; every request combines and scales them differently."""
 
+Run = Callable[[], Awaitable[Any]]
+
 
 class Figure(NamedTuple):
     """One measured ratio of times, ours over theirs; below ``target`` is met."""
@@ -61,8 +62,13 @@ class Figure(NamedTuple):
     high: float
     target: float | None
 
+    @property
+    def missed(self) -> bool:
+        """Whether there is a target and the ratio is above it."""
+        return self.target is not None and self.ratio > self.target
+
     def __str__(self) -> str:
-        met = "" if self.target is None else ("  met" if self.ratio <= self.target else "  MISSED")
+        met = "" if self.target is None else ("  missed" if self.missed else "  met")
         aim = "" if self.target is None else f"  (at most {self.target:.2f}){met}"
         return (
             f"{self.shape:11} {self.what:52} batch {self.batch:4}  {self.base_ms:9.3f} -> {self.ours_ms:9.3f} ms  "
@@ -93,52 +99,6 @@ def write_shape(name: str) -> str:
     return str(folder)
 
 
-class PlainEngine:
-    """vLLM as it comes, on a loop thread like ours."""
-
-    def __init__(self, model: str, **options: Any) -> None:
-        self.loop = LoopThread("plain-vllm")
-        self._numbers = itertools.count()
-        self.engine = self.loop.call(self._start(model, options))
-
-    @staticmethod
-    async def _start(model: str, options: dict[str, Any]) -> Any:
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, disable_log_stats=True, **options))
-
-    async def _one(self, ids: list[int], params: Any) -> None:
-        async for _ in self.engine.generate({"prompt_token_ids": ids}, params, str(next(self._numbers))):
-            pass
-
-    async def _all(self, prompts: list[list[int]], params: Any) -> None:
-        await asyncio.gather(*(self._one(ids, params) for ids in prompts))
-
-    def run(self, prompts: list[list[int]], params: Any) -> None:
-        """Complete all prompts together."""
-        self.loop.call(self._all(prompts, params))
-
-    def close(self) -> None:
-        """Stop the engine."""
-        self.engine.shutdown()
-        self.loop.close()
-
-
-def params(new_tokens: int) -> Any:
-    """Return greedy sampling of exactly ``new_tokens``, without detokenising."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        temperature=0.0,
-        max_tokens=new_tokens,
-        ignore_eos=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
 def prompts(batch: int, length: int = 16) -> list[list[int]]:
     """Return ``batch`` different prompts of token ids."""
     return [[(7 * index + at) % 1000 + 10 for at in range(length)] for index in range(batch)]
@@ -167,136 +127,102 @@ def random_specs(count: int, layers: int, hidden_size: int) -> list[SteeringSpec
     return specs
 
 
-def compare(base: Callable[[], None], ours: Callable[[], None], pairs: int) -> tuple[float, float, list[float]]:
+async def bench_gpu(arguments: argparse.Namespace) -> int:
+    """Measure every shape asked for, print the figures as they come, and return the exit code."""
+    for name in arguments.shapes:
+        if name not in SHAPES:
+            raise RequestError(f"unknown shape {name}: there are {', '.join(SHAPES)}")
+    if not torch.cuda.is_available():
+        raise UnsupportedError("bench --gpu needs an NVIDIA GPU; without one, chatspace-lab bench measures the CPU")
+    missed = 0
+    for name in arguments.shapes:
+        async for figure in measure_shape(name, arguments.pairs):
+            print(figure, flush=True)
+            missed += figure.missed
+    return int(arguments.check and missed > 0)
+
+
+async def compare(base: Run, ours: Run, pairs: int) -> tuple[float, float, list[float]]:
     """Return the median seconds of both and the ratios of ``pairs`` neighbouring runs, after one warm-up of each."""
-    base()
-    ours()
+    await base()
+    await ours()
     seconds: tuple[list[float], list[float]] = ([], [])
     for number in range(pairs):
         order = ((0, base), (1, ours)) if number % 2 == 0 else ((1, ours), (0, base))
         for which, run in order:
             before = time.perf_counter()
-            run()
+            await run()
             seconds[which].append(time.perf_counter() - before)
     ratios = [b / a for a, b in zip(*seconds, strict=True)]
     return statistics.median(seconds[0]), statistics.median(seconds[1]), ratios
 
 
-def measure_shape(
-    name: str, pairs: int, show: Callable[[Figure], None], batches: Sequence[int] = BATCHES, **engine: Any
-) -> None:
-    """Start both engines on a shape and report every figure as it comes."""
-    folder = write_shape(name)
+async def measure_shape(name: str, pairs: int, batches: Sequence[int] = BATCHES) -> AsyncIterator[Figure]:
+    """Start both engines on a shape and give every figure as it comes."""
     layers, hidden_size = SHAPES[name]["num_hidden_layers"], SHAPES[name]["hidden_size"]
-    options = {
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "max_model_len": 2048,
-        "enable_prefix_caching": False,
-        "gpu_memory_utilization": 0.4,
-        "kv_cache_memory_bytes": 16 << 30,  # stated, so that neither start measures the other's memory
-        **engine,
-    }
-    os.environ["VLLM_PLUGINS"] = ""  # else any plugin in the environment changes what "plain" means
-    with concurrent.futures.ThreadPoolExecutor() as executor:
-        plain_start = executor.submit(PlainEngine, folder, enforce_eager=False, **options)
-        ours_config = VLLMSteeringConfig(folder, max_capture_bytes=24 << 30, **options)
-        ours = executor.submit(VLLMSteerModel, ours_config, enforce_eager=False).result()
-        plain = plain_start.result()
-    call = ours._loop.call
+    config = VLLMSteeringConfig(
+        write_shape(name),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        max_model_len=2048,
+        enable_prefix_caching=False,
+        gpu_memory_utilization=0.4,
+        kv_cache_memory_bytes=16 << 30,  # stated, so that neither start measures the other's memory
+        max_capture_bytes=24 << 30,
+    )
+    plain_start = asyncio.to_thread(PlainEngine, config, enforce_eager=False, detokenize=False)
+    ours_start = asyncio.to_thread(VLLMSteerModel, config, enforce_eager=False)
+    plain, ours = await asyncio.gather(plain_start, ours_start)
 
-    def generate(batch: int, new_tokens: int, length: int = 16, **extra: Any) -> Callable[[], None]:
-        ids, sampling = prompts(batch, length), params(new_tokens)
+    def theirs(batch: int, new_tokens: int, length: int = 16) -> Run:
+        return lambda: plain.run(prompts(batch, length), new_tokens)
 
+    def generate(batch: int, new_tokens: int, length: int = 16, **options: Any) -> Run:
         async def run() -> None:
-            answer = await ours.generate(ids, sampling, **extra)
-            if extra.get("capture_layers") is not None:
+            sampling = {**greedy(new_tokens), "detokenize": False}
+            answer = await ours.generate(prompts(batch, length), **sampling, **options)
+            if "capture_layers" in options:
                 await ours.fetch_captures_batch(answer[1])
                 for handle in answer[1]:
                     handle.close()
 
-        return lambda: call(run())
+        return run
 
-    def report(
-        what: str,
-        batch: int,
-        target: float | None,
-        steps: int,
-        base: Callable[[], None],
-        run: Callable[[], None],
-        pairs: int = pairs,
-    ) -> None:
-        base_s, ours_s, ratios = compare(base, run, pairs)
-        median = statistics.median(ratios)
-        show(
-            Figure(
-                name, what, batch, 1e3 * base_s / steps, 1e3 * ours_s / steps, median, min(ratios), max(ratios), target
-            )
-        )
+    async def figure(
+        what: str, batch: int, target: float | None, steps: int, base: Run, run: Run, times: int = pairs
+    ) -> Figure:
+        base_s, ours_s, ratios = await compare(base, run, times)
+        median, low, high = statistics.median(ratios), min(ratios), max(ratios)
+        return Figure(name, what, batch, 1e3 * base_s / steps, 1e3 * ours_s / steps, median, low, high, target)
 
+    every, middle = range(layers), [layers // 2]
     for batch in batches:
-        base = lambda batch=batch: plain.run(prompts(batch), params(NEW_TOKENS))  # noqa: E731
-        report("nothing steered", batch, 1.02, NEW_TOKENS, base, generate(batch, NEW_TOKENS))
+        base = theirs(batch, NEW_TOKENS)
         specs = random_specs(batch, layers, hidden_size)
-        report(
-            "add + cap + ablate, every layer, all different",
-            batch,
-            1.05,
-            NEW_TOKENS,
-            base,
-            generate(batch, NEW_TOKENS, steering=specs),
-        )
-        one = [layers // 2]
-        report(
-            "one layer captured and fetched",
-            batch,
-            1.05,
-            NEW_TOKENS,
-            base,
-            generate(batch, NEW_TOKENS, capture_layers=one),
-        )
-        report(
-            "every layer captured and fetched",
-            batch,
-            1.15 if batch == 32 else None,
-            NEW_TOKENS,
-            base,
-            generate(batch, NEW_TOKENS, capture_layers=range(layers)),
-        )
+        cases: list[tuple[str, float | None, dict[str, Any]]] = [
+            ("nothing steered", 1.02, {}),
+            ("add + cap + ablate, every layer, all different", 1.05, {"steering": specs}),
+            ("one layer captured and fetched", 1.05, {"capture_layers": middle}),
+            ("every layer captured and fetched", 1.15 if batch == 32 else None, {"capture_layers": every}),
+        ]
+        for what, target, options in cases:
+            yield await figure(what, batch, target, NEW_TOKENS, base, generate(batch, NEW_TOKENS, **options))
     count, length = PREFILL
-    base_prefill: Callable[[], None] = lambda: plain.run(prompts(count, length), params(1))  # noqa: E731
-    report(
-        f"prefill of {count} x {length} tokens, nothing steered",
-        count,
-        None,
-        1,
-        base_prefill,
-        generate(count, 1, length),
-    )
-    report(
-        f"prefill of {count} x {length} tokens, every layer captured",
-        count,
-        1.5,
-        1,
-        base_prefill,
-        generate(count, 1, length, capture_layers=range(layers)),
-    )
+    base = theirs(count, 1, length)
+    what = f"prefill of {count} x {length} tokens"
+    yield await figure(f"{what}, nothing steered", count, None, 1, base, generate(count, 1, length))
+    run = generate(count, 1, length, capture_layers=every)
+    yield await figure(f"{what}, every layer captured", count, 1.5, 1, base, run)
+
     sweep = [SteeringSpec.at(layers // 2, AddSpec(torch.ones(hidden_size), scale / 64)) for scale in range(1, 65)]
-    singles = [generate(1, 24, steering=[spec]) for spec in sweep]
-    ids, sampling = prompts(1) * 64, params(24)
 
-    def one_by_one() -> None:
-        for single in singles:
-            single()
+    async def one_by_one() -> None:
+        for spec in sweep:
+            await ours.generate(prompts(1), steering=spec, detokenize=False, **greedy(24))
 
-    report(
-        "a sweep of 64 scales as one batch, over 64 single runs",
-        64,
-        1 / 20,
-        1,
-        one_by_one,
-        lambda: call(ours.generate(ids, sampling, steering=sweep)) and None,
-        pairs=2,
-    )
-    ours.close()
+    async def together() -> None:
+        await ours.generate(prompts(1) * 64, steering=sweep, detokenize=False, **greedy(24))
+
+    yield await figure("a sweep of 64 scales as one batch, over 64 runs", 64, 1 / 20, 1, one_by_one, together, times=2)
+    await ours.aclose()
     plain.close()

@@ -48,6 +48,10 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--tokens", type=_positive, default=64, help="tokens of each answer (default: %(default)s)")
     bench.add_argument("--pairs", type=_positive, default=11, help="measurements of each kind (default: %(default)s)")
     bench.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    bench.add_argument(
+        "--gpu", action="store_true", help="time per step with CUDA graphs on random weights, batch 1, 32 and 256"
+    )
+    bench.add_argument("--shapes", nargs="+", default=["qwen3-0.6b", "qwen3-8b"], help="with --gpu (default: both)")
     bench.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
     return parser
 
