@@ -224,5 +224,5 @@ async def measure_shape(name: str, pairs: int, batches: Sequence[int] = BATCHES)
         await ours.generate(prompts(1) * 64, steering=sweep, detokenize=False, **greedy(24))
 
     yield await figure("a sweep of 64 scales as one batch, over 64 runs", 64, 1 / 20, 1, one_by_one, together, times=2)
-    await ours.aclose()
     plain.close()
+    await ours.aclose()

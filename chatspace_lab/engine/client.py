@@ -88,8 +88,6 @@ class EngineClient:
                 if isinstance(error, errors.LabError) or not isinstance(error, Exception):
                     raise
                 raise errors.EngineStartError(f"the engine did not start: {_first_line(error)}") from error
-            client._processes = descendants() - before
-            client._shared = shared_memory(client._processes)
             return client
 
     @classmethod
@@ -105,10 +103,15 @@ class EngineClient:
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**kwargs))
         client = cls(loop, engine, config)
         try:
-            facts = (await client.rpc(wire.RPC_DESCRIBE))[0]
+            described = await client.rpc(wire.RPC_DESCRIBE)
         except BaseException:
             engine.shutdown()
             raise
+        # The workers and what is above them: the engine, or this process where the worker is in the engine itself.
+        pids = {pid for each in described for pid in each.pop("pids")} - {os.getpid()}
+        client._processes = {psutil.Process(pid) for pid in pids}
+        client._shared = shared_memory(client._processes)
+        facts = described[0]
         dtype = getattr(torch, facts.pop("dtype"))
         tokenizer = None if engine.model_config.skip_tokenizer_init else engine.get_tokenizer()
         vocab_size = engine.model_config.get_vocab_size()

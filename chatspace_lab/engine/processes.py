@@ -12,11 +12,15 @@ SHARED = "/dev/shm/"
 
 
 def descendants() -> set[psutil.Process]:
-    """Return the processes below this one, without Python's resource tracker, which ends by itself and cleans up."""
+    """Return the processes below this one that vLLM may have started.
+
+    Python's resource tracker is not among them: it ends by itself, and cleans up.
+    """
     found = set()
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if "resource_tracker" not in " ".join(child.cmdline()):
+            command = " ".join(child.cmdline())
+            if command.startswith("VLLM::") or ("multiprocessing" in command and "resource_tracker" not in command):
                 found.add(child)
     return found
 

@@ -7,6 +7,7 @@ configured with this extension goes through untouched.
 from __future__ import annotations
 
 import functools
+import os
 import traceback
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -50,10 +51,10 @@ class SteeringWorkerExtension:
 
     @_answers
     def chatspace_lab_describe(self) -> dict[str, Any]:
-        """Return what the kernel must know of the model; raise why it is refused, if it is."""
+        """Return what the kernel must know of the model, and this worker's processes; raise why it is refused."""
         if self.chatspace_lab_failure is not None:
             raise self.chatspace_lab_failure
-        return self.chatspace_lab_facts
+        return {**self.chatspace_lab_facts, "pids": [os.getpid(), os.getppid()]}
 
     @_answers
     def chatspace_lab_put_vectors(self, rows: Sequence[int], data: bytes) -> None:
