@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -101,8 +102,10 @@ def _architecture(folder: str) -> str:
 
 
 def _one_line(reason: BaseException | str) -> str:
-    lines = [line.strip() for line in str(reason).splitlines() if line.strip()] or [type(reason).__name__]
-    wanted = next((line for line in lines if "error" in line.lower()), lines[0])
+    lines = [line.strip() for line in str(reason).splitlines() if line.strip()]
+    if "validation error" in lines[0]:  # pydantic's; what it is follows
+        del lines[0]
+    wanted = lines[0].partition(" [type=")[0]
     return wanted if len(wanted) <= 200 else f"{wanted[:197]}..."
 
 
@@ -143,7 +146,9 @@ def _try_plain(folder: str) -> str:
             use_tqdm=False,
         )
     except Exception as failure:  # noqa: BLE001 - whatever it is, it is the answer
-        return f"{type(failure).__name__}: {_one_line(failure)}"
+        where = traceback.extract_tb(failure.__traceback__)[-1]
+        what = _one_line(failure) if str(failure) else f"{Path(where.filename).name}, {where.name}: {where.line}"
+        return f"{type(failure).__name__}: {what}"
     return ""
 
 
@@ -206,7 +211,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.architectures", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(tiny.CONFIGS)}; all of them if none")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="where the table is written, too")
-    parser.add_argument("--timeout-s", type=float, default=120.0, help="for one engine (default: %(default)s)")
+    parser.add_argument("--timeout-s", type=float, default=300.0, help="for one engine (default: %(default)s)")
     arguments = parser.parse_args()
     unknown = [name for name in arguments.names if name not in tiny.CONFIGS]
     if unknown:

@@ -274,16 +274,28 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 32,
             "num_shared_experts": 1,
             "num_dense_layers": 1,
+            "score_func": "sigmoid",
+            "route_norm": True,
+            "n_group": 1,
+            "topk_group": 1,
             "sliding_window": 8,
         },
     ),
     "minimax-m2": (
         "MiniMaxM2Config",
-        {**COMMON, "num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 16, "use_qk_norm": True},
+        {
+            **COMMON,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rotary_dim": 16,
+            "use_qk_norm": True,
+            "scoring_func": "sigmoid",
+            "use_routing_bias": True,
+        },
     ),
     "hunyuan-moe": (
         "HunYuanMoEV1Config",
-        {**COMMON, "num_experts": 4, "moe_topk": 2, "moe_intermediate_size": 32},
+        {**COMMON, "num_experts": 4, "moe_topk": 2, "moe_intermediate_size": 128},
     ),
     "mellum": (
         "MellumConfig",
@@ -317,7 +329,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "deepseek-v2": ("DeepseekV2Config", {**_LATENT, "topk_method": "greedy", "n_group": 1, "topk_group": 1}),
-    "deepseek-v3": ("DeepseekV3Config", {**_LATENT, "n_group": 2, "topk_group": 1}),
+    "deepseek-v3": ("DeepseekV3Config", {**_LATENT, "n_group": 2, "topk_group": 1, "topk_method": "noaux_tc"}),
     "minicpm3": (
         "MiniCPM3Config",
         {
@@ -349,6 +361,9 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_topk": 2,
             "n_routed_experts": 4,
             "zero_expert_num": 2,
+            "zero_expert_type": "identity",
+            "mla_scale_q_lora": True,
+            "mla_scale_kv_lora": True,
         },
     ),
     # State spaces, convolutions and linear attention, alone or between layers of attention.
@@ -423,7 +438,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "NemotronHConfig",
         {
             **COMMON,
-            "layers_block_type": ["mamba", "attention", "mamba", "moe"],
+            "layers_block_type": ["mamba", "attention", "mamba", "mlp"],
             "ssm_state_size": 16,
             "mamba_num_heads": 4,
             "mamba_head_dim": 32,
@@ -437,7 +452,15 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "lfm2": (
         "Lfm2Config",
-        {**_without("head_dim"), "layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+        {
+            **_without("head_dim"),
+            "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+            "conv_dim": HIDDEN,
+            "block_dim": HIDDEN,
+            "block_ff_dim": 128,
+            "block_multiple_of": 32,
+            "block_auto_adjust_ff_dim": False,
+        },
     ),
     "lfm2-moe": (
         "Lfm2MoeConfig",

@@ -72,6 +72,27 @@ class NoSum(Pair):
         return self.mlp(self.norm.norm(hidden)), hidden + residual
 
 
+class Whole(Pair):
+    """Two tensors, the first of which is the whole stream already; the second is not looked at."""
+
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> Any:
+        residual = hidden
+        return residual + self.mlp(self.norm.norm(hidden)), residual
+
+
+class WholeSecond(Whole):
+    def forward(self, residual: torch.Tensor | None, hidden: torch.Tensor) -> Any:
+        hidden, residual = super().forward(hidden, residual)
+        return residual, hidden
+
+
+class HandedOn(Whole):
+    """The second tensor is not computed with, and comes out again."""
+
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> Any:
+        return super().forward(hidden, residual)[0], residual
+
+
 class Model(nn.Module):
     def __init__(self, kind: type[nn.Module], count: int = 3, *, between: float | None = None) -> None:
         super().__init__()
@@ -120,7 +141,13 @@ class Adder:
 
 @pytest.mark.parametrize(
     ("kind", "form"),
-    [(Block, (None, None)), (Wrapped, (1, None)), (Pair, (0, 1))],
+    [
+        (Block, (None, None)),
+        (Wrapped, (1, None)),
+        (Pair, (0, 1)),
+        (Whole, (0, None)),
+        (WholeSecond, (1, None)),
+    ],
 )
 def test_forms_that_are_known(kind: type[nn.Module], form: tuple[int | None, int | None]) -> None:
     assert form_of(Model(kind)) == OutputForm(*form)
@@ -139,6 +166,7 @@ def test_a_pair_in_another_order_is_a_sum_all_the_same() -> None:
     [
         (Model(Block, between=0.5), "SomeModel: what decoder block 0 returns does not go unchanged into block 1"),
         (Model(NoSum), "SomeModel: .*whose sum is not what the next block works on"),
+        (Model(HandedOn), "SomeModel: .*whose sum is not what the next block works on"),
         (Model(Block, 1), "SomeModel"),
     ],
 )
@@ -154,7 +182,7 @@ def test_blocks_that_do_not_run_are_refused() -> None:
 
 
 @pytest.mark.parametrize("shape", [(TOKENS, HIDDEN), (1, TOKENS, HIDDEN)])
-@pytest.mark.parametrize("kind", [Block, Wrapped, Pair, Swapped])
+@pytest.mark.parametrize("kind", [Block, Wrapped, Pair, Swapped, Whole, WholeSecond])
 def test_the_operator_acts_once_behind_each_block(kind: type[nn.Module], shape: tuple[int, ...], unbound: None) -> None:
     if len(shape) == 3 and kind is not Block:
         return
@@ -189,7 +217,7 @@ def test_installing_twice_is_an_error(unbound: None) -> None:
 
 
 def test_finding_blocks() -> None:
-    class Whole(nn.Module):
+    class Parts(nn.Module):
         def __init__(self, **parts: nn.Module) -> None:
             super().__init__()
             for name, part in parts.items():
@@ -199,13 +227,20 @@ def test_finding_blocks() -> None:
         return nn.ModuleList([Block() for _ in range(count)])
 
     decoder = blocks()
-    assert layers.find_blocks(Whole(decoder=decoder, heads=nn.ModuleList([nn.Linear(2, 2)] * 3)), 3) is decoder
-    assert layers.find_blocks(Whole(vision_tower=blocks(), language=decoder), 3) is decoder
+    assert layers.find_blocks(Parts(decoder=decoder, heads=nn.ModuleList([nn.Linear(2, 2)] * 3)), 3) is decoder
+    assert layers.find_blocks(Parts(vision_tower=blocks(), language=decoder), 3) is decoder
+    assert layers.find_blocks(Parts(layers=decoder, part=Parts(layers=decoder[:3])), 3) is decoder
     experts = blocks()
     for block in experts:
         block.experts = nn.ModuleList([Block() for _ in range(3)])
-    assert layers.find_blocks(Whole(model=experts), 3) is experts
-    with pytest.raises(UnsupportedError, match="Whole: no list of 3 decoder blocks"):
-        layers.find_blocks(Whole(decoder=blocks(4)), 3)
-    with pytest.raises(UnsupportedError, match=r"Whole: 2 lists could be its 3 decoder blocks \(one, two\)"):
-        layers.find_blocks(Whole(one=blocks(), two=blocks()), 3)
+    assert layers.find_blocks(Parts(model=experts), 3) is experts
+    with pytest.raises(UnsupportedError, match="Parts: no list of 3 decoder blocks"):
+        layers.find_blocks(Parts(decoder=blocks(4)), 3)
+    with pytest.raises(UnsupportedError, match=r"Parts: 2 lists could be its 3 decoder blocks \(one, two\)"):
+        layers.find_blocks(Parts(one=blocks(), two=blocks()), 3)
+
+
+def test_architectures_that_compute_something_else_are_refused() -> None:
+    layers.refuse_deviations("LlamaForCausalLM")
+    with pytest.raises(UnsupportedError, match="BloomForCausalLM: vLLM computes its GELU exactly"):
+        layers.refuse_deviations("BloomForCausalLM")
