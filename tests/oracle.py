@@ -26,8 +26,8 @@ def act(x: torch.Tensor, operation: Any) -> torch.Tensor:
 class Oracle:
     """A model in Hugging Face's own code. Layer i is what a forward hook on decoder block i sees."""
 
-    def __init__(self, folder: str) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    def __init__(self, folder: str, dtype: torch.dtype = torch.float32) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
         self.model.eval()
         count = self.model.config.get_text_config().num_hidden_layers
         (self.blocks,) = [
@@ -48,7 +48,7 @@ class Oracle:
             def after(module: nn.Module, args: Any, output: Any) -> Any:
                 x = (output[0] if isinstance(output, tuple) else output).clone()
                 for operation in layers.get(layer, ()):
-                    x[0, positions] = act(x[0, positions], operation)
+                    x[0, positions] = act(x[0, positions].float(), operation).to(x.dtype)
                 residuals.append(x[0])
                 return (x, *output[1:]) if isinstance(output, tuple) else x
 
@@ -81,9 +81,3 @@ def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     assert got.shape == wanted.shape, f"shapes {list(got.shape)} and {list(wanted.shape)}"
     assert torch.isfinite(got).all()
     return float(((got.float() - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max())
-
-
-def cosine(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return the smallest cosine of two rows."""
-    assert got.shape == wanted.shape
-    return float(torch.cosine_similarity(got.float(), wanted, dim=-1).min())

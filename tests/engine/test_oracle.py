@@ -10,7 +10,7 @@ import torch
 
 from chatspace_lab import AblationSpec, AddSpec, LayerSteeringSpec, ProjectionCapSpec, SteeringSpec, VLLMSteerModel
 from tests.conftest import started
-from tests.oracle import Oracle, cosine, error
+from tests.oracle import Oracle, error
 
 TOLERANCE = 1e-4
 HIDDEN = 576
@@ -187,17 +187,27 @@ def test_the_orthogonal_part_does_not_move(model: VLLMSteerModel) -> None:
 
 
 def test_bfloat16(demo_model_path: str, hf: Oracle) -> None:
-    names = ["none", "add", "three on one layer", "all layers"]
+    """A row's cosine with float32 is above 0.999, unless bfloat16 arithmetic itself does not hold the row that near.
+
+    Of this model's rows about one in a hundred is such, at tokens that attention sinks into: there Hugging Face's own
+    bfloat16 misses 0.999 too. On the average over all rows, ours must be as near to float32 as that.
+    """
+    rounded = Oracle(demo_model_path, torch.bfloat16)
+    ours, theirs = [], []
     with started(demo_model_path, dtype="bfloat16", max_model_len=512) as model:
         assert model.dtype == torch.bfloat16
-        for name, _, handle in asyncio.run(captured(model, names, 24)):
+        for name, _, handle in asyncio.run(captured(model, ["none", "add", "three on one layer", "all layers"], 24)):
             wanted = hf.residuals(handle.token_ids, SPECS[name])
-            for layer in EVERYWHERE:
-                got = handle.hidden(layer)
-                assert got.dtype == torch.bfloat16
-                assert torch.isfinite(got).all()
-                smallest = cosine(got, wanted[layer])
-                assert smallest > 0.999, f"{name}, layer {layer}: {smallest}"
+            got = torch.stack([handle.hidden(layer) for layer in EVERYWHERE])
+            assert got.dtype == torch.bfloat16
+            assert torch.isfinite(got).all()
+            ours.append(1 - torch.cosine_similarity(got.float(), wanted, dim=-1).flatten())
+            reference = rounded.residuals(handle.token_ids, SPECS[name]).float()
+            theirs.append(1 - torch.cosine_similarity(reference, wanted, dim=-1).flatten())
+    missing, reference = torch.cat(ours), torch.cat(theirs)
+    assert missing.mean() < 1.1 * reference.mean()
+    assert missing.quantile(0.98) < 1e-3
+    assert missing.max() < reference.max()
 
 
 def test_compiled(demo_model_path: str, model: VLLMSteerModel, hf: Oracle) -> None:
