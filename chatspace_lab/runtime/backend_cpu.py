@@ -73,10 +73,10 @@ class CpuBackend:
         if copies:
             rows = out[self._captured_rows]
             if residual is not None:
-                rows = rows + residual[self._captured_rows]
-            source = rows.contiguous().data_ptr()
+                rows = (rows + residual[self._captured_rows]).to(out.dtype)
+            rows = rows.contiguous()
             for address, start, nbytes in copies:
-                ctypes.memmove(address, source + start * self._row_bytes, nbytes)
+                ctypes.memmove(address, rows.data_ptr() + start * self._row_bytes, nbytes)
         return out
 
     def _apply_programs(self, out: torch.Tensor, residual: torch.Tensor | None, layer: int) -> None:
