@@ -20,7 +20,7 @@ from vllm.v1.worker import gpu_worker
 
 from chatspace_lab import wire
 from chatspace_lab.errors import UnsupportedError
-from chatspace_lab.runtime import kernels, layers, operator, v1, v2
+from chatspace_lab.runtime import layers, operator, v1, v2
 from chatspace_lab.runtime.core import Runtime
 from chatspace_lab.runtime.store import CaptureStore
 from chatspace_lab.runtime.tables import Tables
@@ -120,11 +120,6 @@ def _probe(worker: Any, model: torch.nn.Module) -> None:
         model(input_ids=ids, positions=positions, intermediate_tensors=None)
 
 
-def _mend(worker: Any, model: torch.nn.Module) -> None:
-    with torch.inference_mode():
-        kernels.mend_rotary(model, lambda: _probe(worker, model))
-
-
 def _install(worker: Any) -> None:
     watch_owner()
     runner, config = worker.model_runner, worker.vllm_config
@@ -137,7 +132,6 @@ def _install(worker: Any) -> None:
     count, hidden_size = text_config.num_hidden_layers, config.model_config.get_hidden_size()
     blocks = layers.find_blocks(model, count)
     calls = layers.record_calls(blocks, lambda: _probe(worker, model))
-    _mend(worker, model)
     with (
         torch.inference_mode(),
         set_current_vllm_config(config),
