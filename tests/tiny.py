@@ -53,9 +53,9 @@ _LATENT: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "first_k_dense_replace": 1,
     "q_lora_rank": 32,
-    "kv_lora_rank": 32,
+    "kv_lora_rank": 512,
     "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16,
+    "qk_rope_head_dim": 64,
     "v_head_dim": 16,
 }
 _MAMBA2: dict[str, Any] = {
@@ -415,7 +415,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_ngroups": 1,
             "n_mamba_heads": 4,
             "chunk_size": 16,
-            "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+            "layers_block_type": ["mamba", "hybrid", "mamba", "mamba"],
             "num_mem_blocks": 1,
             "use_mem_rope": True,
             "adapter_rank": 8,

@@ -127,7 +127,7 @@ def _install(worker: Any) -> None:
     options: wire.EngineOptions = config.additional_config[wire.EXTRA]
     model = runner.get_model()
     architecture = type(model).__name__
-    layers.refuse_deviations(architecture)
+    layers.refuse_deviations(architecture, runner.device.type)
     text_config = config.model_config.hf_text_config
     count, hidden_size = text_config.num_hidden_layers, config.model_config.get_hidden_size()
     blocks = layers.find_blocks(model, count)

@@ -19,12 +19,20 @@ from torch import nn
 from chatspace_lab.errors import UnsupportedError
 from chatspace_lab.runtime.operator import intervene
 
-DEVIATIONS = {
-    "BloomForCausalLM": "vLLM computes its GELU exactly where Hugging Face has the tanh approximation, so that "
+_ROTARY = (
+    "vLLM's rotary kernel for CPUs is wrong for queries [tokens, heads, head_size] of more than one head, so that this "
+    "model's attention is too"
+)
+DEVIATIONS: dict[tuple[str, str | None], str] = {
+    ("BloomForCausalLM", None): "vLLM computes its GELU exactly where Hugging Face has the tanh approximation, so that "
     "activations differ by 4e-4 of their length",
+    ("Zamba2ForCausalLM", None): "vLLM does not clamp the time step of its Mamba layers as Hugging Face does, so that "
+    "activations differ by 1e-3 of their length",
+    ("Lfm2ForCausalLM", "cpu"): _ROTARY,
+    ("Lfm2MoeForCausalLM", "cpu"): _ROTARY,
 }
-"""Architectures whose blocks are well understood, and compute something else in vLLM than in Hugging Face. Found by
-``python -m tests.architectures``; nothing in the model's structure shows it."""
+"""Architectures, and devices or None for all, whose blocks are well understood, and compute something else in vLLM
+than in Hugging Face. Found by ``python -m tests.architectures``; nothing in the model's structure shows it."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +93,7 @@ def find_blocks(model: nn.Module, count: int) -> nn.ModuleList:
     )
 
 
-def refuse_deviations(architecture: str) -> None:
+def refuse_deviations(architecture: str, device: str) -> None:
     """Refuse a model whose residual stream is known not to be that of Hugging Face.
 
     Raises
@@ -93,8 +101,9 @@ def refuse_deviations(architecture: str) -> None:
     UnsupportedError
         Naming the architecture and what is different.
     """
-    if architecture in DEVIATIONS:
-        raise UnsupportedError(f"{architecture}: {DEVIATIONS[architecture]}; it is not steered")
+    reason = DEVIATIONS.get((architecture, None)) or DEVIATIONS.get((architecture, device))
+    if reason is not None:
+        raise UnsupportedError(f"{architecture}: {reason}; it is not steered")
 
 
 def _is_side_tower(path: str) -> bool:

@@ -241,6 +241,9 @@ def test_finding_blocks() -> None:
 
 
 def test_architectures_that_compute_something_else_are_refused() -> None:
-    layers.refuse_deviations("LlamaForCausalLM")
+    layers.refuse_deviations("LlamaForCausalLM", "cpu")
+    layers.refuse_deviations("Lfm2ForCausalLM", "cuda")
+    with pytest.raises(UnsupportedError, match="Lfm2ForCausalLM: vLLM's rotary kernel for CPUs is wrong"):
+        layers.refuse_deviations("Lfm2ForCausalLM", "cpu")
     with pytest.raises(UnsupportedError, match="BloomForCausalLM: vLLM computes its GELU exactly"):
-        layers.refuse_deviations("BloomForCausalLM")
+        layers.refuse_deviations("BloomForCausalLM", "cuda")
