@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from chatspace_lab.errors import EngineDeadError
-from tests.conftest import children, started
+from tests.conftest import children, started, unfinished
 from tests.oracle import Oracle
 from tests.scheduler.test_paths import ALL, GREEDY, check, fingerprints, generate, spec
 from tests.tiny import build
@@ -47,8 +47,9 @@ def test_rows_and_tokens_as_with_one_worker_and_the_end_of_one(folder: str) -> N
         assert len(set(digests)) == 1
 
         async def lose_a_worker() -> list[object]:
-            waiting = [asyncio.create_task(model.generate([5, 6, 7], max_tokens=200, **GREEDY)) for _ in range(4)]
-            await asyncio.sleep(0.5)
+            waiting = [asyncio.create_task(model.generate([5, 6, 7], max_tokens=250, **GREEDY)) for _ in range(4)]
+            while unfinished(model) < 4:
+                await asyncio.sleep(0.001)
             victim = max(workers(before), key=lambda process: process.create_time())
             os.kill(victim.pid, 9)
             return await asyncio.gather(*waiting, return_exceptions=True)
