@@ -94,7 +94,7 @@ class Result:
         """Return the row in markdown."""
         numbers = ["" if value is None else f"{value:.0e}" for value in (self.captures, self.operations)]
         verdict = f"{self.verdict}: {self.reason}" if self.reason else self.verdict
-        return f"| {self.architecture} | {self.form} | {numbers[0]} | {numbers[1]} | {verdict.replace('|', '/')} |"
+        return f"| {self.name} | {self.architecture} | {self.form} | {numbers[0]} | {numbers[1]} | {verdict.replace('|', '/')} |"
 
 
 def _architecture(folder: str) -> str:
@@ -123,7 +123,7 @@ def _try(name: str, folder: str) -> Result:
         return Result(name, architecture, "WRONG", _one_line(failure))
     try:
         form = model._client.facts.form
-        worst = asyncio.run(compare(model, Oracle(folder)))
+        worst = asyncio.run(compare(model, Oracle(folder, attention=tiny.ATTENTION.get(name, "eager"))))
     except LabError as failure:
         return Result(name, architecture, "WRONG", _one_line(failure), form)
     finally:
@@ -198,8 +198,8 @@ def table(results: list[Result]) -> str:
     rows = sorted(results, key=lambda result: (order.index(result.verdict), result.architecture.lower()))
     return "\n".join(
         [
-            "| architecture | what a decoder block returns | captures, error | operations, error | verdict |",
-            "| --- | --- | --- | --- | --- |",
+            "| model | architecture | what a decoder block returns | captures, error | operations, error | verdict |",
+            "| --- | --- | --- | --- | --- | --- |",
             *(result.row() for result in rows),
             "",
         ]
@@ -221,7 +221,7 @@ def main() -> int:
     for name in arguments.names or tiny.CONFIGS:
         start = time.monotonic()
         results.append(examine(name, arguments.timeout_s))
-        print(f"{name} ({time.monotonic() - start:.0f} s): {results[-1].row()}", flush=True)
+        print(f"{results[-1].row()} {time.monotonic() - start:.0f} s", flush=True)
     print(f"\n{table(results)}")
     if arguments.markdown is not None:
         arguments.markdown.write_text(table(results))

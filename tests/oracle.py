@@ -26,8 +26,8 @@ def act(x: torch.Tensor, operation: Any) -> torch.Tensor:
 class Oracle:
     """A model in Hugging Face's own code. Layer i is what a forward hook on decoder block i sees."""
 
-    def __init__(self, folder: str, dtype: torch.dtype = torch.float32) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    def __init__(self, folder: str, dtype: torch.dtype = torch.float32, attention: str = "eager") -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
         self.model.eval()
         count = self.model.config.get_text_config().num_hidden_layers
         (self.blocks,) = [

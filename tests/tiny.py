@@ -148,6 +148,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("StableLmConfig", _without("head_dim")),
     "cohere": ("CohereConfig", {**_without("head_dim"), "tie_word_embeddings": True}),
     "cohere2": ("Cohere2Config", {**COMMON, "sliding_window": 8, "tie_word_embeddings": True}),
+    "cohere2-short": ("Cohere2Config", {**COMMON, "sliding_window": 128, "tie_word_embeddings": True}),
     "granite": (
         "GraniteConfig",
         {
@@ -487,6 +488,9 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("Qwen3_5TextConfig", {**COMMON, **_LINEAR_ATTENTION}),
     "olmo-hybrid": ("OlmoHybridConfig", {**_without("head_dim"), **_LINEAR_ATTENTION}),
 }
+
+ATTENTION: dict[str, str] = {"falcon-alibi": "sdpa"}
+"""Hugging Face's implementation to compare with, if not "eager": that one adds Falcon's ALiBi bias twice."""
 
 
 def build(name: str, folder: Path, *, seed: int = 0, **changes: Any) -> str:

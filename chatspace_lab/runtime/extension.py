@@ -22,6 +22,7 @@ from chatspace_lab import wire
 from chatspace_lab.errors import UnsupportedError
 from chatspace_lab.runtime import layers, operator, v1, v2
 from chatspace_lab.runtime.core import Runtime
+from chatspace_lab.runtime.deviations import Circumstances, refuse_deviation
 from chatspace_lab.runtime.store import CaptureStore
 from chatspace_lab.runtime.tables import Tables
 from chatspace_lab.runtime.watch import watch_owner
@@ -127,8 +128,9 @@ def _install(worker: Any) -> None:
     options: wire.EngineOptions = config.additional_config[wire.EXTRA]
     model = runner.get_model()
     architecture = type(model).__name__
-    layers.refuse_deviations(architecture, runner.device.type)
     text_config = config.model_config.hf_text_config
+    circumstances = Circumstances(text_config, config.model_config.max_model_len, runner.device.type)
+    refuse_deviation(config.model_config.architecture, circumstances)
     count, hidden_size = text_config.num_hidden_layers, config.model_config.get_hidden_size()
     blocks = layers.find_blocks(model, count)
     calls = layers.record_calls(blocks, lambda: _probe(worker, model))

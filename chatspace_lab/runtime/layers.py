@@ -19,21 +19,6 @@ from torch import nn
 from chatspace_lab.errors import UnsupportedError
 from chatspace_lab.runtime.operator import intervene
 
-_ROTARY = (
-    "vLLM's rotary kernel for CPUs is wrong for queries [tokens, heads, head_size] of more than one head, so that this "
-    "model's attention is too"
-)
-DEVIATIONS: dict[tuple[str, str | None], str] = {
-    ("BloomForCausalLM", None): "vLLM computes its GELU exactly where Hugging Face has the tanh approximation, so that "
-    "activations differ by 4e-4 of their length",
-    ("Zamba2ForCausalLM", None): "vLLM does not clamp the time step of its Mamba layers as Hugging Face does, so that "
-    "activations differ by 1e-3 of their length",
-    ("Lfm2ForCausalLM", "cpu"): _ROTARY,
-    ("Lfm2MoeForCausalLM", "cpu"): _ROTARY,
-}
-"""Architectures, and devices or None for all, whose blocks are well understood, and compute something else in vLLM
-than in Hugging Face. Found by ``python -m tests.architectures``; nothing in the model's structure shows it."""
-
 
 @dataclass(frozen=True)
 class OutputForm:
@@ -91,19 +76,6 @@ def find_blocks(model: nn.Module, count: int) -> nn.ModuleList:
     raise UnsupportedError(
         f"{name}: {len(blocks)} lists could be its {count} decoder blocks ({', '.join(blocks)}); it cannot be steered"
     )
-
-
-def refuse_deviations(architecture: str, device: str) -> None:
-    """Refuse a model whose residual stream is known not to be that of Hugging Face.
-
-    Raises
-    ------
-    UnsupportedError
-        Naming the architecture and what is different.
-    """
-    reason = DEVIATIONS.get((architecture, None)) or DEVIATIONS.get((architecture, device))
-    if reason is not None:
-        raise UnsupportedError(f"{architecture}: {reason}; it is not steered")
 
 
 def _is_side_tower(path: str) -> bool:

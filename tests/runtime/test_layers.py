@@ -238,12 +238,3 @@ def test_finding_blocks() -> None:
         layers.find_blocks(Parts(decoder=blocks(4)), 3)
     with pytest.raises(UnsupportedError, match=r"Parts: 2 lists could be its 3 decoder blocks \(one, two\)"):
         layers.find_blocks(Parts(one=blocks(), two=blocks()), 3)
-
-
-def test_architectures_that_compute_something_else_are_refused() -> None:
-    layers.refuse_deviations("LlamaForCausalLM", "cpu")
-    layers.refuse_deviations("Lfm2ForCausalLM", "cuda")
-    with pytest.raises(UnsupportedError, match="Lfm2ForCausalLM: vLLM's rotary kernel for CPUs is wrong"):
-        layers.refuse_deviations("Lfm2ForCausalLM", "cpu")
-    with pytest.raises(UnsupportedError, match="BloomForCausalLM: vLLM computes its GELU exactly"):
-        layers.refuse_deviations("BloomForCausalLM", "cuda")
