@@ -92,9 +92,9 @@ class Result:
 
     def row(self) -> str:
         """Return the row in markdown."""
-        numbers = ["" if value is None else f"{value:.0e}" for value in (self.captures, self.operations)]
+        numbers = " | ".join("" if value is None else f"{value:.0e}" for value in (self.captures, self.operations))
         verdict = f"{self.verdict}: {self.reason}" if self.reason else self.verdict
-        return f"| {self.name} | {self.architecture} | {self.form} | {numbers[0]} | {numbers[1]} | {verdict.replace('|', '/')} |"
+        return f"| {self.name} | {self.architecture} | {self.form} | {numbers} | {verdict.replace('|', '/')} |"
 
 
 def _architecture(folder: str) -> str:
