@@ -34,6 +34,9 @@ _ROTARY = Deviation(
     "model's attention is too",
     lambda now: now.device == "cpu",
 )
+_LATENT_ATTENTION = Deviation(
+    "a small random model of it differed from Hugging Face's by as much as its activations are long, and why is not known"
+)
 DEVIATIONS = {
     "BloomForCausalLM": Deviation(
         "vLLM computes its GELU exactly where Hugging Face has the tanh approximation: activations differ by 4e-4"
@@ -43,6 +46,8 @@ DEVIATIONS = {
         "max_model_len to the model's sliding_window or less",
         lambda now: now.max_model_len > (now.config.sliding_window or now.max_model_len),
     ),
+    "DeepseekV2ForCausalLM": _LATENT_ATTENTION,
+    "DeepseekV3ForCausalLM": _LATENT_ATTENTION,
     "Lfm2ForCausalLM": _ROTARY,
     "Lfm2MoeForCausalLM": _ROTARY,
     "Zamba2ForCausalLM": Deviation(
