@@ -48,7 +48,7 @@ DEVIATIONS = {
     ),
     "DeepseekV2ForCausalLM": Deviation(f"{_ROTARY.reason}; other devices have not been compared"),
     "DeepseekV3ForCausalLM": Deviation(
-        "a small random model of it differed from Hugging Face's by more than 1e-2 of its length behind each mixture of "
+        "a small random model of it differs from Hugging Face's by more than 1e-2 behind each mixture of "
         "experts, and why is not known"
     ),
     "Lfm2ForCausalLM": _ROTARY,
