@@ -9,7 +9,6 @@ from typing import Any
 from chatspace_lab.errors import MessageLocationError, RequestError
 
 Message = Mapping[str, Any]
-Conversation = Sequence[Message]
 
 
 class ChatResponse(str):

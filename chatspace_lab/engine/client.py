@@ -55,9 +55,9 @@ class ModelFacts:
 class EngineClient:
     """A running engine. Coroutines run on :attr:`loop`."""
 
-    def __init__(self, loop: LoopThread, engine: AsyncLLM, config: VLLMSteeringConfig) -> None:
+    def __init__(self, loop: LoopThread, engine: AsyncLLM) -> None:
         self.loop, self.lock = loop, AsyncRWLock()
-        self._engine, self._config = engine, config
+        self._engine = engine
         self._closed = False
         self._processes: set[psutil.Process] = set()
         self._shared: set[str] = set()
@@ -101,7 +101,7 @@ class EngineClient:
         # This process has threads, and perhaps CUDA: a forked engine could deadlock or fail to start.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**kwargs))
-        client = cls(loop, engine, config)
+        client = cls(loop, engine)
         try:
             described = await client.rpc(wire.RPC_DESCRIBE)
         except BaseException:

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from chatspace_lab import AddSpec, SteeringSpec, VLLMSteeringConfig, VLLMSteerModel
+from chatspace_lab.bench import PlainEngine
 from chatspace_lab.errors import EngineDeadError, EngineStartError, SteeringError, UnsupportedError
 from tests import tiny
 from tests.conftest import children, shared_memory, started, unfinished, wait_until
@@ -152,6 +153,19 @@ def test_two_models_in_one_process(llama: str, tmp_path: Path, no_leftovers: Non
             asyncio.run(check(one, llama, spec))
             asyncio.run(check(two, other, SteeringSpec.none()))
         asyncio.run(check(one, llama, spec))
+
+
+def test_a_plain_engine_beside_ours_is_untouched(llama: str, no_leftovers: None) -> None:
+    """vLLM's own engine, started from this process too, has none of our methods, and answers."""
+    with started(llama, **OPTIONS) as ours:
+        plain = PlainEngine(VLLMSteeringConfig(llama, dtype="float32", **OPTIONS), enforce_eager=True, detokenize=False)
+        try:
+            with pytest.raises(Exception, match="chatspace_lab_describe"):
+                plain._loop.call(plain._engine.collective_rpc("chatspace_lab_describe"))
+            assert asyncio.run(plain.run([PROMPT] * 2, 6)) == 12
+        finally:
+            plain.close()
+        assert asyncio.run(ours.generate(PROMPT, **SHORT, raw_output=True))[0].finished
 
 
 def test_a_folder_that_is_not_there(no_leftovers: None) -> None:
