@@ -171,6 +171,11 @@ class CaptureHandle:
             raise MessageLocationError("this request was a plain prompt; only a chat has messages")
         return [self.message_boundary(index) for index in range(len(self._boundaries))]
 
+    @property
+    def message_locations(self) -> tuple[MessageBoundary | MessageLocationError, ...] | None:
+        """Per message its boundary, or the error that says why it cannot be located; None if this was no chat."""
+        return None if self._boundaries is None else tuple(self._boundaries)
+
     def message_boundary(self, message_idx: int) -> MessageBoundary:
         """Return where one message stands. Negative indices count from the end.
 

@@ -12,6 +12,8 @@
     │   ├── CaptureClosedError                the handle was closed
     │   └── CaptureLimitError                 unfetched captures hold all the memory they may
     ├── MessageLocationError (LookupError)    a message cannot be found in the rendered prompt
+    ├── AnalysisError (ValueError)            a frame, direction or figure cannot be made from what was given
+    ├── ExportError (RuntimeError)            a figure cannot be written; says what is missing
     ├── UnsupportedError (RuntimeError)       this vLLM, model or engine option is not supported; says which and why
     ├── DemoModelError (RuntimeError)         the packaged demo model cannot be made; says what to install
     ├── EngineStartError (RuntimeError)       the engine did not start
@@ -62,6 +64,14 @@ class CaptureLimitError(CaptureError):
 
 class MessageLocationError(LabError, LookupError):
     """A message cannot be located in the prompt that the engine was given."""
+
+
+class AnalysisError(LabError, ValueError):
+    """A frame, a direction or a figure cannot be made from what was given."""
+
+
+class ExportError(LabError, RuntimeError):
+    """A figure cannot be written to a file: a package or a browser is missing, or the kind of file is not known."""
 
 
 class UnsupportedError(LabError, RuntimeError):

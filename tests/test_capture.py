@@ -88,6 +88,8 @@ def test_messages() -> None:
     assert handle.get_message_activations(-1, 5)[:, 0].tolist() == [503.0, 504.0]
     assert handle.get_message_activations(2, 5, include_generated=True)[:, 0].tolist() == [503.0, 504.0, 506.0, 507.0]
     assert handle.message_boundary(2).num_tokens == 2
+    assert handle.message_locations == BOUNDARIES
+    assert fetched(boundaries=None).message_locations is None
 
 
 def test_messages_that_cannot_be_given() -> None:
