@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from chatspace_lab.chat import MessageBoundary
-from chatspace_lab.errors import CaptureClosedError, CaptureError, CaptureNotFetchedError, MessageLocationError
+from chatspace_lab.errors import (
+    CaptureClosedError,
+    CaptureError,
+    CaptureNotFetchedError,
+    MessageLocationError,
+    RequestError,
+)
+from chatspace_lab.readings import POOLS, Readings
 from chatspace_lab.spans import below
+from chatspace_lab.steering.directions import DirectionSet
+
+NO_UNITS = np.zeros((1, 0, 1), dtype=np.float32)
 
 
 class CaptureSource(Protocol):
@@ -20,6 +30,12 @@ class CaptureSource(Protocol):
 
     def fetch(self, handles: Sequence[CaptureHandle]) -> Awaitable[None]:
         """Bring the rows of these handles here."""
+        ...
+
+    def reduce(
+        self, handles: Sequence[CaptureHandle], layers: Sequence[int], how: str, units: np.ndarray
+    ) -> Awaitable[list[np.ndarray]]:
+        """Read numbers off the rows of these handles where they are."""
         ...
 
     def discard(self, key: str) -> None:
@@ -62,6 +78,7 @@ class CaptureHandle:
         request_id: str,
         layers: Sequence[int],
         spans: Sequence[int],
+        hidden_size: int,
         prompt_token_ids: Sequence[int],
         boundaries: Sequence[MessageBoundary | MessageLocationError] | None = None,
         copies: int = 1,
@@ -70,7 +87,7 @@ class CaptureHandle:
     ) -> None:
         self._source = source
         self._boundaries = boundaries
-        self._copies = copies
+        self._copies, self._hidden_size = copies, hidden_size
         self._captures: dict[int, list[dict[str, torch.Tensor]]] | None = None
         self._state = "running"
         self._prompt = list(prompt_token_ids)
@@ -93,12 +110,16 @@ class CaptureHandle:
         """Positions that the model computed: prompt + generated − 1, or fewer if the request was cut off early."""
         return self.prompt_len + max(self.generated_len - 1, 0) if self._generated else 0
 
-    def complete(self, generated_token_ids: Sequence[int]) -> None:
-        """Say that the request has ended with these tokens. Called by the model."""
+    def advance(self, generated_token_ids: Sequence[int]) -> None:
+        """Say that the request has generated these tokens so far. Called by the model."""
         self._generated = list(generated_token_ids)
         sequence = [*self._prompt, *self._generated]
         self.positions = below(self.spans, self.computed)
         self.token_ids = [sequence[position] for position in self.positions]
+
+    def complete(self, generated_token_ids: Sequence[int]) -> None:
+        """Say that the request has ended with these tokens. Called by the model."""
+        self.advance(generated_token_ids)
         if self._state == "running":
             self._state = "ready"
 
@@ -157,6 +178,65 @@ class CaptureHandle:
         """Bring the rows into this process; a second time does nothing. Returns the handle."""
         await self._source.fetch([self])
         return self
+
+    async def read(
+        self, directions: Mapping[str, Any] | None = None, *, layers: Sequence[int] | None = None
+    ) -> Readings:
+        """Return each row's norm, and its projection on directions; the rows stay where they are.
+
+        Parameters
+        ----------
+        directions
+            ``{name: vector}`` or ``{name: {layer: vector}}``; a vector has ``[hidden_size]`` entries, of any length but
+            zero.
+        layers
+            Of the captured ones; None is all.
+
+        Raises
+        ------
+        CaptureError, CaptureClosedError, RequestError, SteeringError
+        """
+        chosen = self.check_layers(layers)
+        laid = DirectionSet.of(directions, chosen, self._hidden_size)
+        values = (await self._source.reduce([self], chosen, "read", laid.units))[0]
+        return self.label(values, laid)
+
+    async def pool(self, how: str = "mean", *, layers: Sequence[int] | None = None) -> torch.Tensor:
+        """Return one row per layer, ``[layers, hidden_size]`` float32: the ``"mean"`` over rows, or the ``"last"`` row.
+
+        Raises
+        ------
+        CaptureError, CaptureClosedError, RequestError
+        """
+        if how not in POOLS:
+            raise RequestError(f"pool: one of {', '.join(POOLS)}, got {how!r}")
+        chosen = self.check_layers(layers)
+        return torch.from_numpy((await self._source.reduce([self], chosen, how, NO_UNITS))[0])
+
+    def check_layers(self, layers: Sequence[int] | None) -> tuple[int, ...]:
+        """Return the layers to read, None being all captured ones.
+
+        Raises
+        ------
+        CaptureError
+            If one was not captured.
+        """
+        chosen = self.layer_indices if layers is None else tuple(layers)
+        for layer in chosen:
+            if layer not in self.layer_indices:
+                raise CaptureError(f"layer {layer} was not captured, only {list(self.layer_indices)}")
+        return chosen
+
+    def label(self, values: np.ndarray, directions: DirectionSet, first: int = 0) -> Readings:
+        """Return ``values`` [layers, rows, 1 + directions] of the rows from the ``first`` on as readings."""
+        rows = slice(first, first + values.shape[1])
+        return Readings(
+            np.asarray(self.positions[rows], dtype=np.int64),
+            np.asarray(self.token_ids[rows], dtype=np.int64),
+            directions.layers,
+            directions.names,
+            values,
+        )
 
     @property
     def message_boundaries(self) -> list[MessageBoundary]:

@@ -92,12 +92,15 @@ class RenderedChat:
         Per message its boundary, or the error that says why it cannot be located.
     prefill
         Content of the final message, if it is to be continued.
+    messages
+        As given.
     """
 
     text: str
     token_ids: list[int]
     boundaries: tuple[MessageBoundary | MessageLocationError, ...]
     prefill: str
+    messages: list[dict[str, Any]]
 
 
 def check_conversation(messages: Any) -> list[dict[str, Any]]:
@@ -175,6 +178,7 @@ def render(tokenizer: Any, messages: Any, options: Mapping[str, Any] | None = No
         token_ids=list(encoding["input_ids"]),
         boundaries=_locate(template, conversation, text, encoding.get("offset_mapping")),
         prefill=conversation[-1]["content"] if continues else "",
+        messages=conversation,
     )
 
 

@@ -22,6 +22,7 @@ OWNER_PID = "CHATSPACE_LAB_OWNER_PID"
 RPC_DESCRIBE = "chatspace_lab_describe"
 RPC_PUT_VECTORS = "chatspace_lab_put_vectors"
 RPC_FETCH = "chatspace_lab_fetch"
+RPC_REDUCE = "chatspace_lab_reduce"
 RPC_RELEASE = "chatspace_lab_release"
 RPC_STATS = "chatspace_lab_stats"
 

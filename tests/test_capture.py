@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +18,9 @@ from chatspace_lab.errors import (
     CaptureError,
     CaptureNotFetchedError,
     MessageLocationError,
+    RequestError,
 )
+from chatspace_lab.readings import reduce_rows
 
 PROMPT, ANSWER = [10, 11, 12, 13, 14, 15], [20, 21, 22]
 BOUNDARIES = (
@@ -37,6 +40,12 @@ class Source:
         for handle in handles:
             handle.receive(rows(handle))
 
+    async def reduce(
+        self, handles: Sequence[CaptureHandle], layers: Sequence[int], how: str, units: np.ndarray
+    ) -> list[np.ndarray]:
+        chosen = [[handle.layer_indices.index(layer) for layer in layers] for handle in handles]
+        return [reduce_rows(rows(handle)[at], how, units) for handle, at in zip(handles, chosen, strict=True)]
+
     def discard(self, key: str) -> None:
         self.dropped.append(key)
 
@@ -51,6 +60,7 @@ def make(source: Source | None = None, **options: Any) -> CaptureHandle:
         "request_id": "r",
         "layers": [2, 5],
         "spans": [0, -1],
+        "hidden_size": 1,
         "prompt_token_ids": PROMPT,
         "boundaries": BOUNDARIES,
         **options,
@@ -201,4 +211,35 @@ def test_it_shows_what_it_is() -> None:
     assert repr(handle) == "CaptureHandle(r, layers [2, 5], running, running)"
     handle.complete(ANSWER)
     assert "8 rows, ready" in repr(handle)
+    handle.close()
+
+
+def test_reading_gives_labelled_norms_projections_and_cosines() -> None:
+    handle = make(spans=[1, -1])
+    handle.complete(ANSWER)
+    readings = asyncio.run(handle.read({"up": [2.0], "down": {2: [-1.0], 5: [1.0]}}, layers=[5, 2]))
+    assert readings.layers == (5, 2)
+    assert readings.directions == ("up", "down")
+    assert readings.positions.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert readings.token_ids.tolist() == [11, 12, 13, 14, 15, 20, 21]
+    assert readings.norm.tolist() == [[501.0 + at for at in range(7)], [201.0 + at for at in range(7)]]
+    assert readings.projection("up").tolist() == readings.norm.tolist()
+    assert readings.projection("down")[:, 0].tolist() == [501.0, -201.0]
+    assert readings.cosine("down")[:, 3].tolist() == [1.0, -1.0]
+    with pytest.raises(RequestError, match=r"'left' was not read, only \['up', 'down'\]"):
+        readings.projection("left")
+    with pytest.raises(CaptureError, match="layer 3 was not captured"):
+        asyncio.run(handle.read(layers=[3]))
+    with pytest.raises(RequestError, match=r"directions\['a'\] has no vector for layer 5, only for \[2\]"):
+        asyncio.run(handle.read({"a": {2: [1.0]}}))
+    handle.close()
+
+
+def test_pooling_gives_one_row_per_layer() -> None:
+    handle = make()
+    handle.complete(ANSWER)
+    assert asyncio.run(handle.pool("last")).tolist() == [[207.0], [507.0]]
+    assert asyncio.run(handle.pool("mean", layers=[5])).tolist() == [[503.5]]
+    with pytest.raises(RequestError, match="pool: one of mean, last, got 'max'"):
+        asyncio.run(handle.pool("max"))
     handle.close()

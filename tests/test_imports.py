@@ -22,6 +22,7 @@ LEVELS = [
     "errors",
     "wire",
     "spans",
+    "readings",
     "steering",
     "chat",
     "capture",

@@ -9,12 +9,14 @@ import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from chatspace_lab import wire
 from chatspace_lab.capture import CaptureHandle
 from chatspace_lab.engine.loop import LoopThread
 from chatspace_lab.errors import CaptureClosedError, CaptureError, CaptureLimitError, LabError
+from chatspace_lab.readings import reduce_rows
 from chatspace_lab.spans import rank
 
 MAP_BYTES = 256 << 10
@@ -121,6 +123,62 @@ class CaptureBroker:
                 failures.update(self._receive(answer, wanted))
         if failures:
             raise next(iter(failures.values()))
+
+    async def reduce(
+        self, handles: Sequence[CaptureHandle], layers: Sequence[int], how: str, units: np.ndarray, first: int = 0
+    ) -> list[np.ndarray]:
+        """Read numbers off the rows of all these handles in one round: in the workers, or here if they were fetched.
+
+        Parameters
+        ----------
+        layers
+            Of the captured ones.
+        how
+            ``"read"``, ``"mean"`` or ``"last"`` (:mod:`chatspace_lab.readings`).
+        units
+            ``[layers or 1, directions, hidden_size]`` float32; used by ``"read"``.
+        first
+            Position from which on rows count. A running request is read as far as it has come.
+
+        Raises
+        ------
+        CaptureClosedError, CaptureError, CaptureLimitError
+        """
+        return await self._thread.run(self._reduce(handles, layers, how, units, first))
+
+    async def _reduce(
+        self, handles: Sequence[CaptureHandle], layers: Sequence[int], how: str, units: np.ndarray, first: int
+    ) -> list[np.ndarray]:
+        for handle in handles:
+            if handle.state == "closed":
+                raise CaptureClosedError(f"the captures of request {handle.request_id} were closed")
+            if how != "read" and not rank(handle.spans, handle.computed):
+                raise CaptureError(f"request {handle.request_id} has no rows to pool")
+        away = [handle for handle in handles if not handle.is_fetched and handle.computed]
+        found: dict[str, np.ndarray] = {}
+        if away:
+            wanted = [[handle.request_id, first, handle.computed] for handle in away]
+            asked = (wanted, list(layers), how, units.tobytes(), list(units.shape))
+            for handle, entry in zip(away, (await self._rpc(wire.RPC_REDUCE, *asked))[0], strict=True):
+                if "failure" in entry:
+                    kind = CaptureLimitError if entry.get("limit") else CaptureError
+                    raise kind(f"request {handle.request_id}: {entry['failure']}")
+                values = np.frombuffer(bytearray(entry["data"]), dtype=np.float32)
+                found[handle.request_id] = values.reshape(entry["shape"])
+        return [
+            found[handle.request_id]
+            if handle.request_id in found
+            else self._reduce_here(handle, layers, how, units, first)
+            for handle in handles
+        ]
+
+    def _reduce_here(
+        self, handle: CaptureHandle, layers: Sequence[int], how: str, units: np.ndarray, first: int
+    ) -> np.ndarray:
+        start = rank(handle.spans, first)
+        if not handle.is_fetched:  # nothing was computed yet
+            return reduce_rows(self._empty(handle)[: len(layers)], how, units)
+        return reduce_rows(torch.stack([handle.hidden(layer)[start:] for layer in layers]), how, units)
 
     def _receive(self, answer: dict[str, Any], wanted: dict[str, CaptureHandle]) -> dict[str, LabError]:
         failures: dict[str, LabError] = {}

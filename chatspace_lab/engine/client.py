@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
 import torch
@@ -21,6 +21,7 @@ from chatspace_lab.engine.lock import AsyncRWLock
 from chatspace_lab.engine.loop import LoopThread
 from chatspace_lab.engine.processes import descendants, end, shared_memory
 from chatspace_lab.engine.requests import Submission
+from chatspace_lab.engine.root_cause import OPAQUE, CauseLog, sentence
 from chatspace_lab.engine.stream import StreamDelta
 
 if TYPE_CHECKING:
@@ -52,12 +53,32 @@ class ModelFacts:
     vllm_version: str
 
 
-class EngineClient:
-    """A running engine. Coroutines run on :attr:`loop`."""
+class Observer(Protocol):
+    """Is told of every request, on the engine's loop: it must be quick, and must not raise."""
 
-    def __init__(self, loop: LoopThread, engine: AsyncLLM) -> None:
+    def began(self, submission: Submission) -> None:
+        """Note a request that goes to the engine."""
+
+    def received(self, submission: Submission, piece: StreamDelta) -> None:
+        """Note a piece of its answer."""
+
+    def ended(self, submission: Submission, error: BaseException | None) -> None:
+        """Note its end: answered, failed, or aborted (``error`` is ``CancelledError`` then)."""
+
+
+class EngineClient:
+    """A running engine. Coroutines run on :attr:`loop`.
+
+    Attributes
+    ----------
+    observers
+        Told of every request from now on.
+    """
+
+    def __init__(self, loop: LoopThread, engine: AsyncLLM, log: CauseLog) -> None:
         self.loop, self.lock = loop, AsyncRWLock()
-        self._engine = engine
+        self.observers: list[Observer] = []
+        self._engine, self._log = engine, log
         self._closed = False
         self._processes: set[psutil.Process] = set()
         self._shared: set[str] = set()
@@ -78,21 +99,28 @@ class EngineClient:
         kwargs = config.engine_kwargs(enforce_eager)
         with _starting:
             before = descendants()
-            loop = LoopThread("chatspace-lab")
+            loop, log = LoopThread("chatspace-lab"), CauseLog()
             try:
-                client = loop.call(cls._start(loop, config, kwargs, version))
+                with log.listening():
+                    client = loop.call(cls._start(loop, log, config, kwargs, version))
             except BaseException as error:
                 left = descendants() - before
                 end(left, shared_memory(left), timeout_s=0)
                 loop.close()
+                cause = log.read()
+                log.close()
                 if isinstance(error, errors.LabError) or not isinstance(error, Exception):
                     raise
-                raise errors.EngineStartError(f"the engine did not start: {_first_line(error)}") from error
+                if cause is None or not any(words in str(error) for words in OPAQUE):
+                    raise errors.EngineStartError(f"the engine did not start: {sentence(error)}") from error
+                told = errors.WorkerTracebackError(cause.text)
+                told.__cause__ = error
+                raise errors.EngineStartError(f"the engine did not start: {cause.sentence}") from told
             return client
 
     @classmethod
     async def _start(
-        cls, loop: LoopThread, config: VLLMSteeringConfig, kwargs: dict[str, Any], version: str
+        cls, loop: LoopThread, log: CauseLog, config: VLLMSteeringConfig, kwargs: dict[str, Any], version: str
     ) -> EngineClient:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -101,7 +129,7 @@ class EngineClient:
         # This process has threads, and perhaps CUDA: a forked engine could deadlock or fail to start.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**kwargs))
-        client = cls(loop, engine)
+        client = cls(loop, engine, log)
         try:
             described = await client.rpc(wire.RPC_DESCRIBE)
         except BaseException:
@@ -165,7 +193,7 @@ class EngineClient:
         tasks: list[asyncio.Task[RequestOutput]] = []
         try:
             self.captures.admit([s.handle for s in submissions if s.handle is not None])
-            tasks += [asyncio.ensure_future(self._run_admitted(submission, None)) for submission in submissions]
+            tasks += [asyncio.ensure_future(self._run_watched(submission, None)) for submission in submissions]
             return await asyncio.gather(*tasks)
         except BaseException:
             for task in tasks:
@@ -180,12 +208,33 @@ class EngineClient:
         try:
             if submission.handle is not None:
                 self.captures.admit([submission.handle])
-            await self._run_admitted(submission, put)
+            await self._run_watched(submission, put)
         except asyncio.CancelledError:
             raise
         except BaseException:
             self.forget(submission)
             raise
+
+    async def _run_watched(self, submission: Submission, put: Callable[[StreamDelta], None] | None) -> RequestOutput:
+        observers = list(self.observers)
+        for observer in observers:
+            observer.began(submission)
+
+        def pass_on(piece: StreamDelta) -> None:
+            for observer in observers:
+                observer.received(submission, piece)
+            if put is not None:
+                put(piece)
+
+        error: BaseException | None = None
+        try:
+            return await self._run_admitted(submission, pass_on if observers else put)
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            for observer in observers:
+                observer.ended(submission, error)
 
     async def _run_admitted(self, submission: Submission, put: Callable[[StreamDelta], None] | None) -> RequestOutput:
         from vllm.exceptions import VLLMValidationError  # a ValueError in some versions
@@ -204,11 +253,16 @@ class EngineClient:
                 submission.request_id,
             )
             async with contextlib.aclosing(stream):
-                async for output in stream:
-                    piece = output.outputs[0]
+                async for part in stream:
+                    piece = part.outputs[0]
                     received.extend(piece.token_ids)
+                    delta = StreamDelta(piece.text, tuple(piece.token_ids), piece.finish_reason)
+                    if output is None:
+                        output = part
+                    else:
+                        output.add(part, aggregate=True)
                     if put is not None:
-                        put(StreamDelta(piece.text, tuple(piece.token_ids), piece.finish_reason))
+                        put(delta)
         except EngineDeadError as error:
             raise self._dead() from error
         except EngineGenerateError as error:
@@ -236,8 +290,13 @@ class EngineClient:
             submission.handle.lose()
 
     def _dead(self) -> errors.EngineDeadError:
-        reason = "this model was closed" if self._closed else "the engine, or one of its workers, has died"
-        return errors.EngineDeadError(f"{reason}; close the model and make a new one")
+        if self._closed:
+            return errors.EngineDeadError("this model was closed; make a new one")
+        cause = self._log.read()
+        why = "" if cause is None else f" ({cause.sentence})"
+        return errors.EngineDeadError(
+            f"the engine, or one of its workers, has died{why}; close the model and make a new one"
+        )
 
     async def stats(self) -> dict[str, Any]:
         """Return what the first worker holds for us."""
@@ -252,12 +311,8 @@ class EngineClient:
             self.loop.call(self._shutdown(), timeout_s=60)
         end(self._processes, self._shared, timeout_s=5)
         self.loop.close()
+        self._log.close()
 
     async def _shutdown(self) -> None:
         # By default vLLM kills an engine that is not gone after 5 seconds, and then its shared memory stays.
         self._engine.shutdown(timeout=SHUTDOWN_S)
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0]

@@ -3,42 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from chatspace_lab.capture import CaptureHandle
-from chatspace_lab.chat import ChatResponse, is_batch, render
+from chatspace_lab.chat import ChatResponse
 from chatspace_lab.engine.client import EngineClient
 from chatspace_lab.engine.config import VLLMSteeringConfig
 from chatspace_lab.engine.requests import (
-    OWN_ARGUMENTS,
     Ask,
-    Prompt,
     Steering,
-    Submission,
-    check_capture_layers,
-    check_length,
     prompts_from,
-    sampling_from,
-    spans_of,
-    steering_per_prompt,
 )
+from chatspace_lab.engine.serving import RequestMethods
 from chatspace_lab.engine.state import SessionSteering
 from chatspace_lab.engine.steering_methods import SessionSteeringMethods
-from chatspace_lab.engine.stream import StreamDelta, TextStream
-from chatspace_lab.errors import RequestError, SteeringError
+from chatspace_lab.engine.stream import TextStream
+from chatspace_lab.errors import SteeringError
+from chatspace_lab.readings import Readings
+from chatspace_lab.steering.directions import DirectionSet
 from chatspace_lab.steering.program import check_layer
 from chatspace_lab.steering.specs import SteeringSpec
-from chatspace_lab.steering.where import Where, as_where
+from chatspace_lab.steering.where import Where
 
 if TYPE_CHECKING:
-    from vllm import RequestOutput
+    pass
 
 
-class VLLMSteerModel(SessionSteeringMethods):
+class VLLMSteerModel(RequestMethods, SessionSteeringMethods):
     """A language model on vLLM whose residual stream can be changed and read.
 
     Public coroutines may be awaited from any event loop and thread; they run on one loop of the model's own. Close the
@@ -203,11 +196,25 @@ class VLLMSteerModel(SessionSteeringMethods):
         capture_layers: Sequence[int] | None = None,
         capture_where: Where | str = "all",
         steering: SteeringSpec | None = None,
+        read_layers: Sequence[int] | None = None,
+        directions: Mapping[str, Any] | None = None,
         **sampling: Any,
     ) -> TextStream:
-        """Complete one prompt piece by piece: ``async for delta in model.stream(…)``. Arguments as :meth:`generate`."""
-        ask = Ask(sampling_params, sampling, capture_layers, capture_where, steering)
-        return self._stream(prompts_from(prompt, self.tokenizer, self._client.facts.vocab_size), ask)
+        """Complete one prompt piece by piece: ``async for delta in model.stream(…)``.
+
+        Parameters
+        ----------
+        prompt, sampling_params, capture_layers, capture_where, steering
+            As for :meth:`generate`.
+        read_layers
+            Layers at which each piece brings the norm of every new token, and its projection on ``directions``, as
+            :class:`~chatspace_lab.readings.Readings`. The worker computes them; the activations stay there. With
+            ``capture_layers``, some of these.
+        directions
+            ``{name: vector}`` or ``{name: {layer: vector}}``; a vector has ``[hidden_size]`` entries.
+        """
+        ask = Ask(sampling_params, sampling, capture_layers, capture_where, steering, read_layers=read_layers)
+        return self._stream(prompts_from(prompt, self.tokenizer, self._client.facts.vocab_size), ask, directions)
 
     def stream_chat(
         self,
@@ -218,11 +225,13 @@ class VLLMSteerModel(SessionSteeringMethods):
         capture_layers: Sequence[int] | None = None,
         capture_where: Where | str = "all",
         steering: SteeringSpec | None = None,
+        read_layers: Sequence[int] | None = None,
+        directions: Mapping[str, Any] | None = None,
         **sampling: Any,
     ) -> TextStream:
-        """Answer one conversation piece by piece. Arguments as :meth:`chat`."""
-        ask = Ask(sampling_params, sampling, capture_layers, capture_where, steering)
-        return self._stream(self._chat_prompts(messages, chat_options), ask)
+        """Answer one conversation piece by piece. Arguments as for :meth:`chat` and :meth:`stream`."""
+        ask = Ask(sampling_params, sampling, capture_layers, capture_where, steering, read_layers=read_layers)
+        return self._stream(self._chat_prompts(messages, chat_options), ask, directions)
 
     async def fetch_captures_batch(self, handles: Sequence[CaptureHandle]) -> None:
         """Bring the rows of many handles, of any calls, into this process in one round.
@@ -233,6 +242,39 @@ class VLLMSteerModel(SessionSteeringMethods):
             If any cannot be given; the others are fetched all the same.
         """
         await self._client.captures.fetch(list(handles))
+
+    async def read_captures(
+        self,
+        handles: Sequence[CaptureHandle],
+        directions: Mapping[str, Any] | None = None,
+        *,
+        layers: Sequence[int] | None = None,
+    ) -> list[Readings]:
+        """Return the norm of each row, and its projection on directions, for many handles in one round.
+
+        The rows stay where they are: in the workers, or here if they were fetched.
+
+        Parameters
+        ----------
+        handles
+            Of any calls.
+        directions
+            ``{name: vector}`` or ``{name: {layer: vector}}``; a vector has ``[hidden_size]`` entries.
+        layers
+            Captured ones; None is those that the first handle has.
+
+        Raises
+        ------
+        CaptureError, CaptureClosedError, RequestError, SteeringError
+        """
+        if not handles:
+            return []
+        chosen = handles[0].check_layers(layers)
+        for handle in handles:
+            handle.check_layers(chosen)
+        laid = DirectionSet.of(directions, chosen, self.hidden_size)
+        values = await self._client.captures.reduce(list(handles), chosen, "read", laid.units)
+        return [handle.label(each, laid) for handle, each in zip(handles, values, strict=True)]
 
     # -- the model's own life ------------------------------------------------------------------------------------
 
@@ -255,113 +297,3 @@ class VLLMSteerModel(SessionSteeringMethods):
     def __repr__(self) -> str:
         steered = len(self._session.spec.layers)
         return f"VLLMSteerModel({self.model_name!r}, {self.layer_count} layers, {steered} steered)"
-
-    # -- inside --------------------------------------------------------------------------------------------------
-
-    def _chat_prompts(self, messages: Any, options: dict[str, Any] | None) -> list[Prompt]:
-        if self.tokenizer is None:
-            raise RequestError("this model was started without a tokenizer, so it has no chat template")
-        conversations = list(messages) if is_batch(messages) else [messages]
-        prompts = []
-        for index, conversation in enumerate(conversations):
-            try:
-                chat = render(self.tokenizer, conversation, options)
-            except RequestError as error:
-                raise RequestError(f"conversation {index}: {error}") from error.__cause__
-            prompts.append(Prompt(chat.token_ids, chat.text, chat))
-        return prompts
-
-    def _submissions(self, prompts: list[Prompt], ask: Ask) -> list[Submission]:
-        """Check everything and lay out one request per prompt and sample."""
-        params = sampling_from(ask.sampling_params, ask.sampling, own=OWN_ARGUMENTS)
-        for index, prompt in enumerate(prompts):
-            check_length(prompt, index, params.max_tokens, self.max_model_len)
-        layers = None if ask.capture_layers is None else check_capture_layers(ask.capture_layers, self.layer_count)
-        capture_where = as_where(ask.capture_where)
-        specs = steering_per_prompt(ask.steering, len(prompts))
-        submissions = []
-        for index, (prompt, spec) in enumerate(zip(prompts, specs, strict=True)):
-            spans = layers and spans_of(capture_where, prompt, params, self.tokenizer, self.max_model_len)
-            for sample in range(params.n):
-                request_id = uuid.uuid4().hex[:16]
-                handle = None
-                if layers and spans:
-                    handle = CaptureHandle(
-                        self._client.captures,
-                        request_id=request_id,
-                        layers=layers,
-                        spans=spans,
-                        prompt_token_ids=prompt.token_ids,
-                        boundaries=prompt.chat.boundaries if prompt.chat else None,
-                        copies=self.config.tensor_parallel_size,
-                        prompt_index=index,
-                        sample_index=sample,
-                    )
-                submissions.append(Submission(request_id, prompt, params, handle, index, sample))
-                self._steer(submissions[-1], spec)
-        return submissions
-
-    def _steer(self, submission: Submission, spec: SteeringSpec | None) -> None:
-        """Give a request its own steering, or with None the session's."""
-        program = self._session.program if spec is None else self._compile(spec)
-        submission.steer(spec or self._session.spec, program, self.tokenizer, self.max_model_len)
-
-    def _reading(self, ask: Ask) -> contextlib.AbstractAsyncContextManager[None]:
-        """Hold off changes of the session-wide steering, if any of these requests follows it."""
-        return self._lock.read() if ask.follows_session else contextlib.nullcontext()
-
-    async def _complete(
-        self, prompts: Callable[[], list[Prompt]], finish: Callable[[Submission, Any], Any], ask: Ask
-    ) -> Any:
-        ready = prompts()
-        async with self._reading(ask):
-            submissions = self._submissions(ready, ask)
-            outputs = await self._client.run(submissions)
-        results: list[Any]
-        if ask.raw_output:
-            results = _merge_samples(submissions, outputs)
-        else:
-            results = [finish(s, output.outputs[0]) for s, output in zip(submissions, outputs, strict=True)]
-        if ask.capture_layers is None:
-            return results
-        return results, [submission.handle for submission in submissions]
-
-    def _stream(self, prompts: list[Prompt], ask: Ask) -> TextStream:
-        if len(prompts) != 1:
-            raise RequestError(f"a stream answers one prompt, got {len(prompts)}")
-        if ask.steering is not None and not isinstance(ask.steering, SteeringSpec):
-            raise RequestError("a stream takes one SteeringSpec")
-        submission, *more = self._submissions(prompts, ask)
-        if more:
-            for each in (submission, *more):
-                self._client.forget(each)
-            raise RequestError("a stream gives one sample; ask for n=1")
-
-        async def pump(put: Callable[[StreamDelta], None]) -> None:
-            try:
-                async with self._reading(ask):
-                    if ask.steering is None:
-                        self._steer(submission, None)  # the session's may have changed since
-                    await self._client.run_one(submission, put)
-            finally:
-                if submission.handle is not None and submission.handle.state == "running":
-                    self._client.forget(submission)  # it was left before it began
-
-        return TextStream(
-            submission.request_id,
-            lambda put: self._loop.spawn(pump(put)),
-            submission.handle,
-            prompts[0].chat,
-        )
-
-
-def _merge_samples(submissions: list[Submission], outputs: list[RequestOutput]) -> list[RequestOutput]:
-    """Give the samples of one prompt back in one ``RequestOutput``, as vLLM does."""
-    merged: dict[int, RequestOutput] = {}
-    for submission, output in zip(submissions, outputs, strict=True):
-        if submission.prompt_index not in merged:
-            merged[submission.prompt_index] = output
-        else:
-            output.outputs[0].index = submission.sample_index
-            merged[submission.prompt_index].outputs.extend(output.outputs)
-    return list(merged.values())

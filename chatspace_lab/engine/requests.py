@@ -20,7 +20,16 @@ if TYPE_CHECKING:
     from vllm import SamplingParams
 
 Steering = SteeringSpec | None | Sequence[SteeringSpec | None]
-OWN_ARGUMENTS = ("sampling_params", "capture_layers", "capture_where", "steering", "raw_output", "chat_options")
+OWN_ARGUMENTS = (
+    "sampling_params",
+    "capture_layers",
+    "capture_where",
+    "steering",
+    "raw_output",
+    "chat_options",
+    "read_layers",
+    "directions",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +42,7 @@ class Ask:
     capture_where: Where | str
     steering: Steering
     raw_output: bool = False
+    read_layers: Any = None
 
     @property
     def follows_session(self) -> bool:
@@ -54,7 +64,8 @@ class Prompt:
 class Submission:
     """One request to the engine: one sample of one prompt.
 
-    ``program`` None is no steering; else it acts on ``steer_spans``. ``handle`` None is no capture.
+    ``spec`` is its steering, compiled to ``program``: None is no steering; else it acts on ``steer_spans``.
+    ``handle`` None is no capture.
     """
 
     request_id: str
@@ -63,12 +74,13 @@ class Submission:
     handle: CaptureHandle | None
     prompt_index: int
     sample_index: int
+    spec: SteeringSpec = dataclasses.field(default_factory=SteeringSpec.none)
     program: Program | None = None
     steer_spans: list[int] = dataclasses.field(default_factory=list)
 
     def steer(self, spec: SteeringSpec, program: Program | None, tokenizer: Any, max_model_len: int) -> None:
         """Set the steering, with its positions resolved for this prompt."""
-        self.program = program
+        self.spec, self.program = spec, program
         if program is not None:
             self.steer_spans = spans_of(as_where(spec.where), self.prompt, self.params, tokenizer, max_model_len)
 
@@ -212,8 +224,8 @@ def check_length(prompt: Prompt, index: int, max_tokens: int | None, max_model_l
         )
 
 
-def check_capture_layers(layers: Any, layer_count: int) -> list[int]:
-    """Return the layers to capture, sorted, each once.
+def check_capture_layers(layers: Any, layer_count: int, name: str = "capture_layers") -> list[int]:
+    """Return the layers to capture, sorted, each once. ``name`` is that of the argument.
 
     Raises
     ------
@@ -223,13 +235,13 @@ def check_capture_layers(layers: Any, layer_count: int) -> list[int]:
     if isinstance(layers, int) and not isinstance(layers, bool):
         layers = [layers]
     if isinstance(layers, str) or not hasattr(layers, "__iter__"):
-        raise RequestError(f"capture_layers: expected layer numbers, got {layers!r}")
+        raise RequestError(f"{name}: expected layer numbers, got {layers!r}")
     try:
         chosen = sorted({check_layer(layer, layer_count) for layer in layers})
     except SteeringError as error:
-        raise RequestError(f"capture_layers: {error}") from None
+        raise RequestError(f"{name}: {error}") from None
     if not chosen:
-        raise RequestError("capture_layers is empty: name at least one layer, or leave it out")
+        raise RequestError(f"{name} is empty: name at least one layer, or leave it out")
     return chosen
 
 

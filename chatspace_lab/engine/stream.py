@@ -10,6 +10,7 @@ from types import TracebackType
 from chatspace_lab.capture import CaptureHandle
 from chatspace_lab.chat import ChatResponse, RenderedChat
 from chatspace_lab.engine.loop import RemoteTask
+from chatspace_lab.readings import Readings
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,15 @@ class StreamDelta:
         New tokens.
     finish_reason
         ``"stop"`` or ``"length"`` with the last piece, None before.
+    readings
+        Of the rows that were computed since the last piece, if asked for: first those of the prompt. A token's own row
+        is computed when the next token is, so the newest token is never among them.
     """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str | None = None
+    readings: Readings | None = None
 
     def __str__(self) -> str:
         return self.text
@@ -64,6 +69,7 @@ class TextStream(AsyncIterator[StreamDelta]):
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.handle = handle
+        self._readings: list[Readings] = []
         self._chat = chat
         self._pump = pump
         self._task: RemoteTask[None] | None = None
@@ -101,10 +107,20 @@ class TextStream(AsyncIterator[StreamDelta]):
             if not self._left:
                 self._task.finished.result()
             raise StopAsyncIteration
+        self._take(delta)
+        return delta
+
+    def _take(self, delta: StreamDelta) -> None:
         self.text += delta.text
         self.token_ids.extend(delta.token_ids)
         self.finish_reason = delta.finish_reason or self.finish_reason
-        return delta
+        if delta.readings is not None:
+            self._readings.append(delta.readings)
+
+    @property
+    def readings(self) -> Readings | None:
+        """All readings that have arrived so far; None if none did."""
+        return Readings.join(self._readings) if self._readings else None
 
     async def aclose(self) -> None:
         """Abort the request if it still runs, and wait until the engine has let go of it."""
@@ -116,8 +132,7 @@ class TextStream(AsyncIterator[StreamDelta]):
             self._left = True
             self._task.cancel()
             while (delta := await self._queue.get()) is not None:
-                self.text += delta.text
-                self.token_ids.extend(delta.token_ids)
+                self._take(delta)
             self._queue.put_nowait(None)
 
     async def __aenter__(self) -> TextStream:

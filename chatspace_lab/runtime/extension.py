@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.forward_context import set_forward_context
@@ -69,6 +70,23 @@ class SteeringWorkerExtension:
             return None
         self.chatspace_lab_runtime.backend.drain()
         return self.chatspace_lab_runtime.store.fetch([(key, stop) for key, stop in wanted], shared=shared)
+
+    @_answers
+    def chatspace_lab_reduce(
+        self,
+        wanted: Sequence[tuple[str, int, int]],
+        layers: Sequence[int],
+        how: str,
+        units: bytes,
+        shape: Sequence[int],
+    ) -> list[Any] | None:
+        """Return numbers read off captured rows; like the rows, from the first worker only."""
+        if self.rank:  # type: ignore[attr-defined]  # of vLLM's WorkerBase
+            return None
+        runtime = self.chatspace_lab_runtime
+        runtime.backend.drain()
+        directions = np.frombuffer(bytearray(units), dtype=np.float32).reshape(shape)
+        return [runtime.store.reduce(key, first, stop, layers, how, directions) for key, first, stop in wanted]
 
     @_answers
     def chatspace_lab_release(self, keys: Sequence[str]) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
+from chatspace_lab.readings import reduce_rows
 from chatspace_lab.runtime.pool import Region, SharedPool
 from chatspace_lab.spans import overlaps, rank
 
@@ -42,6 +43,15 @@ class Placement(NamedTuple):
     row: int
 
 
+class Clock(Protocol):
+    """Counts steps that only went on from the one before."""
+
+    @property
+    def ticks(self) -> int:
+        """How many there were."""
+        ...
+
+
 class CaptureBuffer:
     """The captured rows of one request.
 
@@ -71,6 +81,8 @@ class CaptureBuffer:
         self.failure: str | None = None
         self.segments: list[Segment] = []
         self._written = np.zeros(0, dtype=bool)
+        self._clock: Clock | None = None
+        self._following = (0, 0)
         self._expected = rank(spans, expected)
         self._next = min(rank(spans, prompt_len) + FIRST_ANSWER_ROWS, self._expected)
 
@@ -80,6 +92,7 @@ class CaptureBuffer:
         Segments are made if need be. The positions must all be captured ones. Nothing is returned, and nothing will be
         written, once the capture has failed.
         """
+        self._settle()
         row = rank(self.spans, first)
         stop = row + count
         while not self.failure and self._rows < stop:
@@ -113,6 +126,23 @@ class CaptureBuffer:
         self.segments.append(Segment((self.key, len(self.segments)), first, rows, self.layers, region, layer_bytes))
         self._next = min(2 * rows, max(self._expected - first - rows, 1))
 
+    def room(self, position: int) -> int:
+        """Return how many captured positions after ``position`` go to the rows right behind its own."""
+        row = rank(self.spans, position)
+        ends = [segment.first + segment.rows for segment in self.segments if segment.first <= row]
+        return ends[-1] - row - 1 if ends else 1 << 40  # a capture that has failed is written nowhere
+
+    def follow(self, clock: Clock, first: int) -> None:
+        """Count one further position as written, from ``first`` on, at each tick of the clock."""
+        self._clock, self._following = clock, (first, clock.ticks)
+
+    def _settle(self) -> None:
+        if self._clock is not None and self._clock.ticks > self._following[1]:
+            first, seen = self._following
+            count = self._clock.ticks - seen
+            self._mark(first, count)
+            self._following = (first + count, seen + count)
+
     def _mark(self, first: int, count: int) -> None:
         stop = first + count
         if stop > len(self._written):
@@ -130,6 +160,7 @@ class CaptureBuffer:
         RuntimeError
             If one that should have been captured never was.
         """
+        self._settle()
         wanted = np.zeros(stop, dtype=bool)
         for low, high in overlaps(self.spans, 0, stop):
             wanted[low:high] = True
@@ -141,6 +172,30 @@ class CaptureBuffer:
                 f"{len(missing)} of {int(wanted.sum())} positions were never captured, the first is {missing[0]}"
             )
         return np.flatnonzero(wanted)
+
+    def rows(self, first: int, stop: int, layers: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return the rows at the captured positions of ``[first, stop)``, [layers, rows, hidden_size], as a copy.
+
+        Raises
+        ------
+        RuntimeError
+            If one that should have been captured never was.
+        """
+        self.positions(stop)
+        low, high = rank(self.spans, first), rank(self.spans, stop)
+        chosen = [self.layers.index(layer) for layer in layers]
+        parts = []
+        for segment in self.segments:
+            start, end = max(low, segment.first), min(high, segment.first + segment.rows)
+            if start < end:
+                slab, offset, _ = segment.region
+                count = len(self.layers) * segment.layer_bytes // dtype.itemsize
+                flat = torch.frombuffer(slab.memory, dtype=dtype, count=count, offset=offset)
+                rows = flat.view(len(self.layers), segment.rows, -1)
+                parts.append(rows[chosen, start - segment.first : end - segment.first])
+        if not parts:
+            return torch.empty(len(chosen), 0, self._store.row_bytes // dtype.itemsize, dtype=dtype)
+        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
     def _free(self) -> None:
         self._store.retire([segment.region for segment in self.segments])
@@ -169,9 +224,10 @@ class CaptureStore:
     def __init__(
         self, pool: SharedPool, hidden_size: int, dtype: torch.dtype, fence: Callable[[], Callable[[], bool]]
     ) -> None:
-        self.pool = pool
+        self.pool, self.dtype = pool, dtype
         self.row_bytes = hidden_size * dtype.itemsize
         self.recomputed = 0
+        self.retirements = 0
         self._fence = fence
         self._retired: deque[tuple[Callable[[], bool], list[Region]]] = deque()
         self._buffers: dict[str, CaptureBuffer] = {}
@@ -183,6 +239,7 @@ class CaptureStore:
 
     def retire(self, regions: list[Region]) -> None:
         """Give memory back once the device cannot write there any more: a step under way may still hold its address."""
+        self.retirements += 1
         if regions:
             self._retired.append((self._fence(), regions))
         self.reclaim()
@@ -245,6 +302,29 @@ class CaptureStore:
             else:
                 segments.append([bytes(slab.memory[offset : offset + nbytes]), used, segment.rows])
         return {"segments": segments}
+
+    def reduce(
+        self, key: str, first: int, stop: int, layers: Sequence[int], how: str, units: np.ndarray
+    ) -> dict[str, Any]:
+        """Read numbers off the captured rows of a buffer at positions ``[first, stop)``, which the request computed.
+
+        Returns
+        -------
+        dict
+            ``data``, float32 bytes of what :func:`chatspace_lab.readings.reduce_rows` returns, and its ``shape``; or
+            a ``failure``.
+        """
+        buffer = self._buffers.get(key)
+        if buffer is None:
+            return {"failure": "the workers hold no captures under this name"}
+        if buffer.failure:
+            return {"failure": buffer.failure, "limit": True}
+        try:
+            rows = buffer.rows(first, stop, layers, self.dtype)
+        except RuntimeError as error:
+            return {"failure": str(error)}
+        values = reduce_rows(rows, how, units)
+        return {"data": values.astype(np.float32, copy=False).tobytes(), "shape": list(values.shape)}
 
     def release(self, keys: Sequence[str]) -> None:
         """Drop buffers. Unknown names are fine: they are gone already."""

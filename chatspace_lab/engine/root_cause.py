@@ -1,0 +1,130 @@
+"""Why an engine failed, out of what its processes logged: vLLM itself says only "see root cause above"."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import logging
+import os
+from collections.abc import Iterator
+from typing import NamedTuple
+
+CONFIG_PATH = "VLLM_LOGGING_CONFIG_PATH"
+HANDLER = "chatspace_lab"
+RECORD, FIELD = "\x1e", "\x1f"
+TRACEBACK = "Traceback (most recent call last):"
+OPAQUE = ("root cause", "stack trace")
+"""Words by which vLLM says that somebody else said it."""
+LONGEST = 400
+"""Characters of a sentence."""
+
+
+class Cause(NamedTuple):
+    """A failure in another process."""
+
+    sentence: str
+    text: str
+
+
+class CauseLog:
+    """An anonymous file that the engine's processes append their errors to.
+
+    vLLM's own setting for logging (``VLLM_LOGGING_CONFIG_PATH``) makes them: its default, and one handler more. Who
+    configures vLLM's logging keeps that, and reads the cause in the log. The file has no name, so nothing stays behind.
+    """
+
+    def __init__(self) -> None:
+        self._log = os.memfd_create("chatspace-lab-errors", os.MFD_CLOEXEC)
+        self._settings = os.memfd_create("chatspace-lab-logging", os.MFD_CLOEXEC)
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Make processes that start in this block log here too."""
+        if CONFIG_PATH in os.environ or os.environ.get("VLLM_CONFIGURE_LOGGING", "1") != "1":
+            yield
+            return
+        settings = json.dumps(_settings(f"/proc/{os.getpid()}/fd/{self._log}")).encode()
+        os.pwrite(self._settings, settings, 0)
+        os.environ[CONFIG_PATH] = f"/proc/{os.getpid()}/fd/{self._settings}"
+        try:
+            yield
+        finally:
+            del os.environ[CONFIG_PATH]
+            _restore_own_logger()
+
+    def read(self) -> Cause | None:
+        """Return the first failure that says what it is, or None."""
+        size = os.fstat(self._log).st_size
+        return find(os.pread(self._log, size, 0).decode(errors="replace"))
+
+    def close(self) -> None:
+        """Free the file. Again is fine."""
+        for name in ("_log", "_settings"):
+            descriptor = getattr(self, name)
+            if descriptor >= 0:
+                os.close(descriptor)
+                setattr(self, name, -1)
+
+
+def _settings(path: str) -> dict[str, object]:
+    """Return vLLM's default logging, with a handler that writes errors to ``path``."""
+    from vllm import envs
+    from vllm.logger import DEFAULT_LOGGING_CONFIG
+
+    settings = copy.deepcopy(DEFAULT_LOGGING_CONFIG)
+    level = envs.VLLM_LOGGING_LEVEL
+    settings["handlers"]["vllm"]["level"] = level
+    settings["loggers"]["vllm"]["level"] = level
+    for formatter in settings["formatters"].values():
+        if "log_level" in formatter:
+            formatter["log_level"] = level
+    settings["formatters"][HANDLER] = {"format": f"{RECORD}%(process)d{FIELD}%(message)s"}
+    settings["handlers"][HANDLER] = {
+        "class": "logging.FileHandler",
+        "formatter": HANDLER,
+        "level": "ERROR",
+        "filename": path,
+        "delay": True,
+    }
+    settings["loggers"]["vllm"]["handlers"].append(HANDLER)
+    return settings
+
+
+def _restore_own_logger() -> None:
+    """Take the handler from this process's logger, which vLLM configures too when it starts an engine."""
+    logger = logging.getLogger("vllm")
+    for handler in list(logger.handlers):
+        if handler.name == HANDLER:
+            logger.removeHandler(handler)
+            handler.close()
+
+
+def find(log: str) -> Cause | None:
+    """Return the failure that a log of :class:`CauseLog` tells of, or None.
+
+    The first traceback that does not point elsewhere is it: what other processes log after that follows from it.
+    """
+    records = [record.partition(FIELD)[2].strip() for record in log.split(RECORD) if record.strip()]
+    told = [(_exception(record) if TRACEBACK in record else record.partition("\n")[0], record) for record in records]
+    clear = [(what, record) for what, record in told if not any(words in what for words in OPAQUE)]
+    with_traceback = [(what, record) for what, record in clear if TRACEBACK in record]
+    for what, record in with_traceback or clear:
+        return Cause(sentence(what), record)
+    return None
+
+
+def _exception(record: str) -> str:
+    """Return the last exception of a printed traceback, with its message."""
+    lines = record.rpartition(TRACEBACK)[2].strip("\n").splitlines()
+    start = next((number for number, line in enumerate(lines) if line[:1] not in (" ", "")), 0)
+    return "\n".join(lines[start:])
+
+
+def sentence(error: BaseException | str) -> str:
+    """Return what an error says, in one line."""
+    text = error if isinstance(error, str) else str(error).strip() or type(error).__name__
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()] or ["nothing is known"]
+    if "validation error" in lines[0] and len(lines) > 1:  # pydantic's; what it is follows
+        lines[0] = lines[1].partition(" [type=")[0].removeprefix("Value error, ")
+    return lines[0] if len(lines[0]) <= LONGEST else f"{lines[0][: LONGEST - 1]}…"

@@ -1,0 +1,185 @@
+"""From what a user asked to requests under way: the part of the model between its public methods and the engine."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import uuid
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from chatspace_lab.capture import CaptureHandle
+from chatspace_lab.chat import is_batch, render
+from chatspace_lab.engine.client import EngineClient
+from chatspace_lab.engine.config import VLLMSteeringConfig
+from chatspace_lab.engine.live import LiveReader
+from chatspace_lab.engine.lock import AsyncRWLock
+from chatspace_lab.engine.loop import LoopThread
+from chatspace_lab.engine.requests import (
+    OWN_ARGUMENTS,
+    Ask,
+    Prompt,
+    Submission,
+    check_capture_layers,
+    check_length,
+    sampling_from,
+    spans_of,
+    steering_per_prompt,
+)
+from chatspace_lab.engine.state import SessionSteering
+from chatspace_lab.engine.stream import StreamDelta, TextStream
+from chatspace_lab.errors import RequestError
+from chatspace_lab.steering.directions import DirectionSet
+from chatspace_lab.steering.program import Program
+from chatspace_lab.steering.specs import SteeringSpec
+from chatspace_lab.steering.where import as_where
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput
+
+
+class RequestMethods:
+    """Checks everything, lays out one request per prompt and sample, runs them and gathers their answers."""
+
+    config: VLLMSteeringConfig
+    layer_count: int
+    hidden_size: int
+    max_model_len: int
+    tokenizer: Any
+    _client: EngineClient
+    _loop: LoopThread
+    _lock: AsyncRWLock
+    _session: SessionSteering
+    _compile: Callable[[SteeringSpec], Program | None]
+
+    def _chat_prompts(self, messages: Any, options: dict[str, Any] | None) -> list[Prompt]:
+        if self.tokenizer is None:
+            raise RequestError("this model was started without a tokenizer, so it has no chat template")
+        conversations = list(messages) if is_batch(messages) else [messages]
+        prompts = []
+        for index, conversation in enumerate(conversations):
+            try:
+                chat = render(self.tokenizer, conversation, options)
+            except RequestError as error:
+                raise RequestError(f"conversation {index}: {error}") from error.__cause__
+            prompts.append(Prompt(chat.token_ids, chat.text, chat))
+        return prompts
+
+    def _submissions(self, prompts: list[Prompt], ask: Ask) -> list[Submission]:
+        """Check everything and lay out one request per prompt and sample."""
+        params = sampling_from(ask.sampling_params, ask.sampling, own=OWN_ARGUMENTS)
+        for index, prompt in enumerate(prompts):
+            check_length(prompt, index, params.max_tokens, self.max_model_len)
+        layers = None if ask.capture_layers is None else check_capture_layers(ask.capture_layers, self.layer_count)
+        capture_where = as_where(ask.capture_where)
+        specs = steering_per_prompt(ask.steering, len(prompts))
+        submissions = []
+        for index, (prompt, spec) in enumerate(zip(prompts, specs, strict=True)):
+            spans = layers and spans_of(capture_where, prompt, params, self.tokenizer, self.max_model_len)
+            for sample in range(params.n):
+                request_id = uuid.uuid4().hex[:16]
+                handle = None
+                if layers and spans:
+                    handle = CaptureHandle(
+                        self._client.captures,
+                        request_id=request_id,
+                        layers=layers,
+                        spans=spans,
+                        hidden_size=self.hidden_size,
+                        prompt_token_ids=prompt.token_ids,
+                        boundaries=prompt.chat.boundaries if prompt.chat else None,
+                        copies=self.config.tensor_parallel_size,
+                        prompt_index=index,
+                        sample_index=sample,
+                    )
+                submissions.append(Submission(request_id, prompt, params, handle, index, sample))
+                self._steer(submissions[-1], spec)
+        return submissions
+
+    def _steer(self, submission: Submission, spec: SteeringSpec | None) -> None:
+        """Give a request its own steering, or with None the session's."""
+        program = self._session.program if spec is None else self._compile(spec)
+        submission.steer(spec or self._session.spec, program, self.tokenizer, self.max_model_len)
+
+    def _reading(self, ask: Ask) -> contextlib.AbstractAsyncContextManager[None]:
+        """Hold off changes of the session-wide steering, if any of these requests follows it."""
+        return self._lock.read() if ask.follows_session else contextlib.nullcontext()
+
+    async def _complete(
+        self, prompts: Callable[[], list[Prompt]], finish: Callable[[Submission, Any], Any], ask: Ask
+    ) -> Any:
+        ready = prompts()
+        async with self._reading(ask):
+            submissions = self._submissions(ready, ask)
+            outputs = await self._client.run(submissions)
+        results: list[Any]
+        if ask.raw_output:
+            results = _merge_samples(submissions, outputs)
+        else:
+            results = [finish(s, output.outputs[0]) for s, output in zip(submissions, outputs, strict=True)]
+        if ask.capture_layers is None:
+            return results
+        return results, [submission.handle for submission in submissions]
+
+    def _stream(self, prompts: list[Prompt], ask: Ask, directions: Mapping[str, Any] | None = None) -> TextStream:
+        if len(prompts) != 1:
+            raise RequestError(f"a stream answers one prompt, got {len(prompts)}")
+        read_only = ask.read_layers is not None and ask.capture_layers is None
+        if read_only:
+            ask = dataclasses.replace(ask, capture_layers=ask.read_layers)
+        reading = self._directions(ask, directions)
+        if ask.steering is not None and not isinstance(ask.steering, SteeringSpec):
+            raise RequestError("a stream takes one SteeringSpec")
+        submission, *more = self._submissions(prompts, ask)
+        if more:
+            for each in (submission, *more):
+                self._client.forget(each)
+            raise RequestError("a stream gives one sample; ask for n=1")
+
+        async def pump(put: Callable[[StreamDelta], None]) -> None:
+            handle = submission.handle
+            try:
+                async with self._reading(ask):
+                    if ask.steering is None:
+                        self._steer(submission, None)  # the session's may have changed since
+                    if reading is None or handle is None:
+                        await self._client.run_one(submission, put)
+                    else:
+                        reader = LiveReader(self._client.captures, handle, reading)
+                        await reader.run(self._client.run_one(submission, reader.received), put)
+            finally:
+                if handle is not None and handle.state == "running":
+                    self._client.forget(submission)  # it was left before it began
+                elif handle is not None and read_only:
+                    handle.close()
+
+        return TextStream(
+            submission.request_id,
+            lambda put: self._loop.spawn(pump(put)),
+            None if read_only else submission.handle,
+            prompts[0].chat,
+        )
+
+    def _directions(self, ask: Ask, directions: Mapping[str, Any] | None) -> DirectionSet | None:
+        """Return what a stream reads, or None."""
+        if ask.read_layers is None:
+            if directions is not None:
+                raise RequestError("directions: say at which layers to read them: read_layers=[…]")
+            return None
+        layers = check_capture_layers(ask.read_layers, self.layer_count, "read_layers")
+        missing = set(layers) - set(check_capture_layers(ask.capture_layers, self.layer_count))
+        if missing:
+            raise RequestError(f"read_layers: {sorted(missing)} are not among capture_layers; add them there")
+        return DirectionSet.of(directions, layers, self.hidden_size)
+
+
+def _merge_samples(submissions: list[Submission], outputs: list[RequestOutput]) -> list[RequestOutput]:
+    """Give the samples of one prompt back in one ``RequestOutput``, as vLLM does."""
+    merged: dict[int, RequestOutput] = {}
+    for submission, output in zip(submissions, outputs, strict=True):
+        if submission.prompt_index not in merged:
+            merged[submission.prompt_index] = output
+        else:
+            output.outputs[0].index = submission.sample_index
+            merged[submission.prompt_index].outputs.extend(output.outputs)
+    return list(merged.values())

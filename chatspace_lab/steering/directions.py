@@ -1,0 +1,69 @@
+"""Named directions that activations are read along."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from chatspace_lab.errors import RequestError, SteeringError
+from chatspace_lab.steering.vectors import as_direction
+
+
+@dataclass(frozen=True, eq=False)
+class DirectionSet:
+    """Named directions, laid out for some layers.
+
+    Attributes
+    ----------
+    names
+        One per direction.
+    layers
+        For which they are laid out.
+    units
+        ``[layers, directions, hidden_size]`` float32, of unit length; the first axis is 1 if all layers share them.
+    """
+
+    names: tuple[str, ...]
+    layers: tuple[int, ...]
+    units: np.ndarray
+
+    @classmethod
+    def of(cls, directions: Mapping[str, Any] | None, layers: Iterable[int], hidden_size: int) -> DirectionSet:
+        """Lay out ``{name: vector}``, or ``{name: {layer: vector}}``; a vector has ``[hidden_size]`` entries.
+
+        Raises
+        ------
+        RequestError, SteeringError
+            Naming the direction that cannot be used, or the layer for which it has no vector.
+        """
+        chosen = tuple(layers)
+        given = {} if directions is None else directions
+        if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+            raise RequestError("directions: expected a dict of name to vector")
+        per_layer = any(isinstance(vector, Mapping) or hasattr(vector, "at") for vector in given.values())
+        rows = [
+            [_unit(name, vector, layer, hidden_size) for name, vector in given.items()]
+            for layer in (chosen if per_layer else chosen[:1])
+        ]
+        shape = (len(rows), len(given), hidden_size)
+        units = np.array([[unit.numpy() for unit in row] for row in rows], dtype=np.float32).reshape(shape)
+        return cls(tuple(given), chosen, units)
+
+
+def _unit(name: str, vector: Any, layer: int, hidden_size: int) -> torch.Tensor:
+    if isinstance(vector, Mapping):
+        if layer not in vector:
+            raise RequestError(f"directions[{name!r}] has no vector for layer {layer}, only for {sorted(vector)}")
+        vector = vector[layer]
+    elif hasattr(vector, "at"):
+        vector = vector.at(layer)
+    unit = as_direction(vector, f"directions[{name!r}]")
+    if unit.numel() != hidden_size:
+        raise SteeringError(
+            f"directions[{name!r}] has {unit.numel()} entries, this model's hidden_size is {hidden_size}"
+        )
+    return unit

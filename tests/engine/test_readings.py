@@ -1,0 +1,138 @@
+"""Norms, projections and pooled rows that the worker computes, against the rows themselves."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from chatspace_lab import AddSpec, SteeringSpec, Where
+from chatspace_lab.engine.model import VLLMSteerModel
+from chatspace_lab.errors import CaptureClosedError, RequestError, SteeringError
+from tests.conftest import held, wait_until
+
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Name a river in France."},
+]
+
+
+def direction(seed: int, size: int) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+def wanted(rows: torch.Tensor, directions: list[torch.Tensor]) -> np.ndarray:
+    x = rows.double()
+    columns = [x.norm(dim=-1)] + [x @ (d.double() / d.double().norm()) for d in directions]
+    return torch.stack(columns, dim=-1).numpy()
+
+
+def test_readings_in_the_worker_equal_those_of_fetched_rows(model: VLLMSteerModel) -> None:
+    a, b = direction(1, model.hidden_size), direction(2, model.hidden_size)
+    per_layer = {3: a, 17: b, 29: -b}
+
+    async def main() -> None:
+        _, handles = await model.generate(
+            ["The river", "A long story about boats and the sea"],
+            temperature=0.0,
+            max_tokens=12,
+            ignore_eos=True,
+            capture_layers=[3, 17, 29],
+            steering=[SteeringSpec.none(), SteeringSpec.at(5, AddSpec(a, 3.0))],
+        )
+        away = await model.read_captures(handles, {"a": 7 * a, "b": per_layer}, layers=[29, 3])
+        assert not any(handle.is_fetched for handle in handles)
+        means = [await handle.pool("mean") for handle in handles]
+        lasts = [await handle.pool("last", layers=[17]) for handle in handles]
+        await model.fetch_captures_batch(handles)
+        here = await model.read_captures(handles, {"a": a, "b": per_layer}, layers=[29, 3])
+        for handle, far, near, mean, last in zip(handles, away, here, means, lasts, strict=True):
+            assert far.positions.tolist() == handle.positions == list(range(handle.prompt_len + 11))
+            assert far.token_ids.tolist() == handle.token_ids
+            for at, (layer, second) in enumerate([(29, -b), (3, a)]):
+                want = wanted(handle.hidden(layer), [a, second])
+                np.testing.assert_allclose(far.values[at], want, rtol=1e-5, atol=1e-3)
+            np.testing.assert_allclose(far.values, near.values, rtol=1e-5, atol=1e-3)
+            for at, layer in enumerate([3, 17, 29]):
+                torch.testing.assert_close(mean[at], handle.hidden(layer).mean(dim=0), rtol=1e-5, atol=1e-4)
+            torch.testing.assert_close(last[0], handle.hidden(17)[-1])
+            handle.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("where", ["all", "answer", Where.messages(1)])
+def test_a_stream_brings_each_row_once_as_it_is_computed(model: VLLMSteerModel, where: Any) -> None:
+    u = direction(3, model.hidden_size)
+    ask: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, "capture_where": where}
+
+    async def main() -> None:
+        stream = model.stream_chat(MESSAGES, read_layers=[4, 20], directions={"u": u}, **ask)
+        arrived = []
+        async for delta in stream:
+            assert delta.readings is not None
+            arrived.append(len(delta.readings))
+        assert stream.handle is None
+        found = stream.readings
+        assert found is not None
+        _, [handle] = await model.chat(MESSAGES, capture_layers=[4, 20], **ask)
+        async with handle:
+            await handle.fetch()
+            assert found.positions.tolist() == handle.positions
+            assert found.token_ids.tolist() == handle.token_ids
+            for at, layer in enumerate([4, 20]):
+                np.testing.assert_allclose(found.values[at], wanted(handle.hidden(layer), [u]), rtol=1e-4, atol=1e-2)
+        if where == "answer":
+            assert arrived[0] == 0
+            assert sum(arrived) == 23
+        if where == "all":
+            assert arrived[0] >= handle.prompt_len
+            assert len(arrived) > 4  # they came while it ran
+        assert sum(arrived) == len(found)
+
+    asyncio.run(main())
+    wait_until(lambda: held(model)["buffers"] == 0)
+
+
+def test_a_stream_that_is_left_keeps_what_it_read_and_frees_the_rest(model: VLLMSteerModel) -> None:
+    async def main() -> None:
+        async with model.stream(
+            "Once", max_tokens=400, ignore_eos=True, read_layers=[7], capture_layers=[7, 9]
+        ) as stream:
+            async for _ in stream:
+                if len(stream.token_ids) >= 5:
+                    break
+        found, handle = stream.readings, stream.handle
+        assert found is not None
+        assert handle is not None
+        assert found.layers == (7,)
+        assert len(found) <= len(handle.positions)
+        again = await handle.read()  # another layer, without another forward pass
+        assert again.layers == (7, 9)
+        np.testing.assert_allclose(again.values[0, : len(found)], found.values[0], rtol=1e-5)
+        handle.close()
+        with pytest.raises(CaptureClosedError):
+            await handle.read()
+
+    asyncio.run(main())
+    wait_until(lambda: held(model)["buffers"] == 0)
+
+
+def test_what_cannot_be_read_is_an_error_before_anything_runs(model: VLLMSteerModel) -> None:
+    u = direction(4, model.hidden_size)
+    with pytest.raises(RequestError, match=r"read_layers: layer 30 .*"):
+        model.stream("a", read_layers=[30])
+    with pytest.raises(RequestError, match=r"directions: say at which layers to read them: read_layers="):
+        model.stream("a", directions={"u": u})
+    with pytest.raises(RequestError, match=r"read_layers: \[3\] are not among capture_layers"):
+        model.stream("a", read_layers=[3], capture_layers=[4])
+    with pytest.raises(SteeringError, match=r"directions\['u'\] has 5 entries, this model's hidden_size is 576"):
+        model.stream("a", read_layers=[3], directions={"u": u[:5]})
+    with pytest.raises(SteeringError, match=r"directions\['u'\]: the vector is zero"):
+        model.stream("a", read_layers=[3], directions={"u": 0 * u})
+    with pytest.raises(RequestError, match="directions: expected a dict of name to vector"):
+        model.stream("a", read_layers=[3], directions=u)
+    assert held(model)["buffers"] == 0
