@@ -55,6 +55,7 @@ class CpuBackend:
             self._steered_programs = slot_of_token[steered]
             self._steers = np.any(self._programs[list(slots), :, 0, 0], axis=0)
         self._captured_rows = _rows(step.capture_rows)
+        self._advanced = 0
         # Per layer the copies to make: (address, first captured row, bytes).
         self._copies: dict[int, list[tuple[int, int, int]]] = {}
         for start, count, segment, row in placements:
@@ -63,29 +64,32 @@ class CpuBackend:
                 copy = (address + index * segment.layer_bytes, start, count * self._row_bytes)
                 self._copies.setdefault(layer, []).append(copy)
 
-    def apply(self, hidden: torch.Tensor, residual: torch.Tensor | None, layer: int) -> torch.Tensor:
-        out = hidden.clone(memory_format=torch.contiguous_format)
+    def advance(self) -> None:
+        self._advanced += self._row_bytes
+
+    def apply(self, hidden: torch.Tensor, residual: torch.Tensor | None, layer: torch.Tensor) -> None:
         if not self._active:
-            return out
-        if self._steers[layer]:
-            self._apply_programs(out, residual, layer)
-        copies = self._copies.get(layer)
+            return
+        index = int(layer)
+        if self._steers[index]:
+            self._apply_programs(hidden, residual, index)
+        copies = self._copies.get(index)
         if copies:
-            rows = out[self._captured_rows]
+            rows = hidden[self._captured_rows]
             if residual is not None:
-                rows = (rows + residual[self._captured_rows]).to(out.dtype)
+                rows = (rows + residual[self._captured_rows]).to(hidden.dtype)
             rows = rows.contiguous()
             for address, start, nbytes in copies:
-                ctypes.memmove(address, rows.data_ptr() + start * self._row_bytes, nbytes)
-        return out
+                ctypes.memmove(address + self._advanced, rows.data_ptr() + start * self._row_bytes, nbytes)
 
-    def _apply_programs(self, out: torch.Tensor, residual: torch.Tensor | None, layer: int) -> None:
+    def _apply_programs(self, hidden: torch.Tensor, residual: torch.Tensor | None, layer: int) -> None:
         rows = self._steered_rows
-        changed = out[rows].to(torch.float32)
+        steered = hidden[rows]
+        changed = steered.to(torch.float32).contiguous()
         rest = self._nothing if residual is None else residual[rows].to(torch.float32).contiguous().numpy()
         self._steer(changed.numpy(), rest, residual is not None, self._steered_programs, layer)
-        if not (isinstance(rows, slice) and out.dtype == torch.float32):  # else it was changed in place
-            out[rows] = changed.to(out.dtype)
+        if not (isinstance(rows, slice) and changed is steered):  # else it was changed in place
+            hidden[rows] = changed.to(hidden.dtype)
 
     @staticmethod
     def make_pool(limit: int) -> SharedPool:

@@ -53,6 +53,7 @@ class CudaBackend:
 
     def __init__(self, tables: Tables, dtype: torch.dtype) -> None:
         self._tables, self._dtype = tables, dtype
+        self._captured = 0  # tokens up to the last captured one of the step
         self._program_of_token = TokenBuffer(tables.program_of_token)
         self._capture_of_token = TokenBuffer(tables.capture_of_token)
         self._capture_row_of_token = TokenBuffer(tables.capture_row_of_token)
@@ -60,6 +61,7 @@ class CudaBackend:
     def begin(self, step: StepPlan, slots: Sequence[int], placements: Sequence[Placement]) -> None:
         programs = None if step.programs is None else np.asarray(slots, dtype=np.int32)[step.programs]
         self._program_of_token.fill(programs)
+        self._captured = int(step.capture_rows[-1]) + 1 if placements else 0
         if not placements:
             self._capture_of_token.fill(None)
             return
@@ -67,8 +69,7 @@ class CudaBackend:
             placement.segment.name: placement.segment.write_addresses for placement in placements
         }
         slot_of = self._tables.captures.place(wanted)
-        tokens = int(step.capture_rows[-1]) + 1
-        capture, row = np.zeros(tokens, dtype=np.int32), np.zeros(tokens, dtype=np.int32)
+        capture, row = np.zeros(self._captured, dtype=np.int32), np.zeros(self._captured, dtype=np.int32)
         for placement in placements:
             captured = step.capture_rows[placement.start : placement.start + placement.count]
             capture[captured] = slot_of[placement.segment.name]
@@ -76,9 +77,13 @@ class CudaBackend:
         self._capture_of_token.fill(capture)
         self._capture_row_of_token.fill(row)
 
-    def apply(self, hidden: torch.Tensor, residual: torch.Tensor | None, layer: int) -> torch.Tensor:
+    def advance(self) -> None:
+        if self._captured:
+            self._tables.capture_row_of_token[: self._captured] += 1
+
+    def apply(self, hidden: torch.Tensor, residual: torch.Tensor | None, layer: torch.Tensor) -> None:
         tables = self._tables
-        return kernel_triton.intervene(
+        kernel_triton.intervene(
             hidden,
             residual,
             layer,

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from chatspace_lab import wire
 from chatspace_lab.runtime.routing import BatchRow, Routed, StepPlan, plan
+from chatspace_lab.runtime.steady import Steady
 from chatspace_lab.runtime.store import CaptureBuffer, CaptureStore, Placement
 from chatspace_lab.runtime.tables import Tables
 
@@ -33,8 +35,11 @@ class Backend(Protocol):
     def begin(self, step: StepPlan, slots: Sequence[int], placements: Sequence[Placement]) -> None:
         """Fill the step's buffers. ``slots`` are the table slots of ``step.distinct``."""
 
-    def apply(self, hidden: torch.Tensor, residual: torch.Tensor | None, layer: int) -> torch.Tensor:
-        """Steer and capture at one layer."""
+    def advance(self) -> None:
+        """Make the next step like the last one, each captured token one row further."""
+
+    def apply(self, hidden: torch.Tensor, residual: torch.Tensor | None, layer: torch.Tensor) -> None:
+        """Steer, in place, and capture at one layer."""
 
     def fence(self) -> Callable[[], bool]:
         """Mark this moment in the device's work; the function says whether that work is done."""
@@ -63,6 +68,8 @@ class Runtime:
         self._captures = captures
         self._requests: dict[str, Routed] = {}
         self._active = False
+        self._steady: Steady | None = None
+        self._retired = 0
         self._continued = 0
 
     def admit(self, finished: Iterable[str], arrived: Iterable[Arrival]) -> None:
@@ -73,6 +80,7 @@ class Runtime:
         for request_id in finished:
             self._requests.pop(request_id, None)
         for arrival in arrived:
+            self._steady = None
             payload = (arrival.extra or {}).get(wire.EXTRA)
             if payload is None:
                 continue
@@ -89,11 +97,31 @@ class Runtime:
             if program or capture is not None:
                 self._requests[arrival.request_id] = Routed(program, payload["steer_spans"], capture)
 
-    def begin(self, batch: Sequence[BatchRow]) -> None:
-        """Lay out a step over the runner's batch, in the runner's order."""
+    def begin(self, ids: Sequence[str], counts: np.ndarray, first: np.ndarray) -> None:
+        """Lay out a step over the runner's batch.
+
+        Parameters
+        ----------
+        ids
+            Of the batch's requests, in the runner's order.
+        counts, first
+            [requests] tokens of each in this step, and the absolute position of its first one.
+        """
         if not self._requests:
             self.idle()
             return
+        # Memory that a capture gave back while its request goes on must not be written again.
+        unchanged = self.store.retirements == self._retired
+        if unchanged and self._steady is not None and self._steady.goes_on(ids, counts, first):
+            if self._active:
+                self.backend.advance()
+            return
+        self._retired = self.store.retirements
+        batch = [BatchRow(*row) for row in zip(ids, counts.tolist(), first.tolist(), strict=True)]
+        step = self._lay_out(batch)
+        self._steady = Steady.after(batch, self._requests, step)
+
+    def _lay_out(self, batch: Sequence[BatchRow]) -> StepPlan:
         self._continued += sum(row.first > 0 and row.count > 1 for row in batch)
         step = plan(batch, self._requests)
         placements: list[Placement] = []
@@ -103,10 +131,11 @@ class Runtime:
             start += count
         if step.programs is None and not placements:
             self.idle()
-            return
+            return step
         slots = self.tables.place_programs(step.distinct)
         self.backend.begin(step, [slots[program] for program in step.distinct], placements)
         self._active = True
+        return step
 
     def stats(self) -> dict[str, int]:
         """Return what is held, and which paths were taken: a test must know that it took the one it means.
@@ -118,6 +147,7 @@ class Runtime:
 
     def idle(self) -> None:
         """Leave the next forward pass alone."""
+        self._steady = None
         if self._active:
             self.backend.idle()
             self._active = False

@@ -234,18 +234,21 @@ def install(blocks: nn.ModuleList, form: OutputForm) -> None:
     Only these instances change; other models in the process, and the blocks' class, do not. Doing it twice is an
     error, since the vector would be added twice.
     """
+    device = next(blocks.parameters()).device
     for index, block in enumerate(blocks):
         base = type(block)
         if getattr(base, "chatspace_lab_block", False):
             raise UnsupportedError("the operator is installed already; a second one would steer twice")
         block.__class__ = _steered_class(base, form)
-        block.chatspace_lab_layer = index  # type: ignore[assignment]
+        number = torch.tensor([index], dtype=torch.int32, device=device)
+        block.register_buffer("chatspace_lab_layer", number, persistent=False)
 
 
-def _intervene(hidden: torch.Tensor, residual: torch.Tensor | None, layer: int) -> torch.Tensor:
+def _intervene(hidden: torch.Tensor, residual: torch.Tensor | None, layer: torch.Tensor) -> None:
     if hidden.ndim == 2:
-        return intervene(hidden, residual, layer)
-    return intervene(hidden[0], None if residual is None else residual[0], layer)[None]
+        intervene(hidden, residual, layer)
+    else:
+        intervene(hidden[0], None if residual is None else residual[0], layer)
 
 
 _classes: dict[tuple[type, OutputForm], type] = {}
@@ -257,18 +260,11 @@ def _steered_class(base: type, form: OutputForm) -> type:
     original = base.forward  # type: ignore[attr-defined]
     hidden, residual = form.hidden, form.residual
 
-    if hidden is None:
-
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return _intervene(original(self, *args, **kwargs), None, self.chatspace_lab_layer)
-
-    else:
-
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            output = original(self, *args, **kwargs)
-            rest = None if residual is None else output[residual]
-            changed = _intervene(output[hidden], rest, self.chatspace_lab_layer)
-            return (*output[:hidden], changed, *output[hidden + 1 :])
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = original(self, *args, **kwargs)
+        stream = output if hidden is None else output[hidden]
+        _intervene(stream, None if residual is None else output[residual], self.chatspace_lab_layer)
+        return output
 
     steered = type(
         base.__name__, (base,), {"forward": forward, "chatspace_lab_block": True, "__module__": base.__module__}

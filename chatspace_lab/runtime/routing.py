@@ -35,6 +35,14 @@ class CaptureTarget(Protocol):
         """Return where the step's captured tokens from the ``start``-th on go."""
         ...
 
+    def room(self, position: int) -> int:
+        """Return how many captured positions after ``position`` go to the rows right behind its own."""
+        ...
+
+    def follow(self, clock: Any, first: int) -> None:
+        """Count one further position as written, from ``first`` on, at each tick of the clock."""
+        ...
+
 
 @dataclass
 class Routed:

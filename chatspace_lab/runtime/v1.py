@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 from chatspace_lab.runtime.core import Arrival, Runtime
-from chatspace_lab.runtime.routing import BatchRow
 
 MODULE = "vllm.v1.worker.gpu_model_runner"
 READS = (
@@ -49,9 +48,7 @@ def attach(runner: Any, runtime: Runtime) -> None:
         result = prepare_inputs(scheduler_output, num_scheduled_tokens, *args, **kwargs)
         # Only now is the batch in its final order (_update_states and _may_reorder_batch move requests about).
         batch = runner.input_batch
-        first = batch.num_computed_tokens_cpu[: batch.num_reqs].tolist()
-        counts = num_scheduled_tokens.tolist()
-        runtime.begin([BatchRow(*row) for row in zip(batch.req_ids, counts, first, strict=True)])
+        runtime.begin(batch.req_ids, num_scheduled_tokens, batch.num_computed_tokens_cpu[: batch.num_reqs])
         return result
 
     def dummy_run_unsteered(*args: Any, **kwargs: Any) -> Any:

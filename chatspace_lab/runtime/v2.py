@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 from chatspace_lab.runtime.core import Runtime
-from chatspace_lab.runtime.routing import BatchRow
 from chatspace_lab.runtime.v1 import arrival
 
 MODULE = "vllm.v1.worker.gpu.model_runner"
@@ -39,9 +38,7 @@ def attach(runner: Any, runtime: Runtime) -> None:
     def prepare_inputs_steered(*args: Any, **kwargs: Any) -> Any:
         batch = prepare_inputs(*args, **kwargs)
         count = batch.num_reqs
-        counts = batch.num_scheduled_tokens[:count].tolist()
-        first = batch.num_computed_tokens_np[:count].tolist()
-        runtime.begin([BatchRow(*row) for row in zip(batch.req_ids, counts, first, strict=True)])
+        runtime.begin(batch.req_ids, batch.num_scheduled_tokens[:count], batch.num_computed_tokens_np[:count])
         return batch
 
     runner.execute_model = execute_model_steered

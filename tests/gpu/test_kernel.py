@@ -8,6 +8,7 @@ import torch
 
 from chatspace_lab import wire
 from chatspace_lab.runtime.backend_cuda import CudaBackend
+from chatspace_lab.runtime.core import Arrival, Runtime
 from chatspace_lab.runtime.routing import BatchRow, Routed, plan
 from chatspace_lab.runtime.store import CaptureBuffer, CaptureStore
 from chatspace_lab.runtime.tables import Tables
@@ -32,6 +33,10 @@ def make(hidden_size: int, dtype: torch.dtype) -> tuple[Tables, CudaBackend]:
     return tables, CudaBackend(tables, dtype)
 
 
+def layer(index: int) -> torch.Tensor:
+    return torch.tensor([index], dtype=torch.int32, device="cuda")
+
+
 def program(*ops: tuple[int, int, int, float, float]) -> bytes:
     return np.array(list(ops), dtype=wire.OP).tobytes()
 
@@ -43,10 +48,10 @@ PROGRAMS = [
 ]
 
 
-def redo(x: torch.Tensor, ops: bytes, bank: torch.Tensor, layer: int) -> torch.Tensor:
+def redo(x: torch.Tensor, ops: bytes, bank: torch.Tensor, at_layer: int) -> torch.Tensor:
     x = x.double()
     for at, kind, row, a, b in np.frombuffer(ops, dtype=wire.OP).tolist():
-        if at != layer:
+        if at != at_layer:
             continue
         v = bank[row].double()
         if kind == wire.ADD:
@@ -113,7 +118,8 @@ def test_operations_and_captures(hidden_size: int, dtype: torch.dtype, with_resi
     residual = torch.randn(TOKENS, hidden_size, device="cuda").to(dtype) if with_residual else None
     hidden[2, 7] = 3e4  # an outlier
     begin(tables, backend, target)
-    out = backend.apply(hidden, residual, 1)
+    out = hidden.clone()
+    backend.apply(out, residual, layer(1))
     backend.drain()
     want = expect(hidden, residual, tables.bank.cpu())
     got = out.double().cpu() + (0 if residual is None else residual.double().cpu())
@@ -131,11 +137,13 @@ def test_graph_replay_reads_new_contents() -> None:
     tables, backend = make(576, torch.float32)
     hidden = torch.randn(TOKENS, 576, device="cuda")
     residual = torch.randn(TOKENS, 576, device="cuda")
-    backend.apply(hidden, residual, 1)  # compiles before the capture
+    out, number = hidden.clone(), layer(1)
+    backend.apply(out, residual, number)  # compiles before the capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = backend.apply(hidden, residual, 1)
+        out.copy_(hidden)
+        backend.apply(out, residual, number)
     bank = tables.bank.cpu()
     for _ in range(3):
         hidden.normal_()
@@ -152,3 +160,62 @@ def test_graph_replay_reads_new_contents() -> None:
         assert (captured(store, 576, torch.float32).double() - want[:5]).abs().max() < 1e-4
         store.pool.close()
         tables.captures._slot_of.clear()  # the next round's segment has the same name
+
+
+def test_more_operations_than_are_asked_for_ahead() -> None:
+    """Seven operations on a token, three on its neighbour, rows of a wider tensor."""
+    torch.manual_seed(7)
+    tables = Tables(
+        layers=LAYERS,
+        hidden_size=576,
+        max_requests=8,
+        max_ops=7,
+        max_vectors=16,
+        max_tokens=TOKENS,
+        device=torch.device("cuda"),
+    )
+    vectors = torch.nn.functional.normalize(torch.randn(16, 576), dim=-1)
+    tables.put_vectors(range(16), vectors.numpy().tobytes())
+    backend = CudaBackend(tables, torch.float32)
+    kinds = [wire.CAP, wire.ADD, wire.ABLATE, wire.CAP, wire.ABLATE, wire.ADD, wire.CAP]
+    long = program(*[(2, kind, 2 * at, -0.2 if kind == wire.CAP else 0.7, 0.2) for at, kind in enumerate(kinds)])
+    short = program(*[(2, kind, at, -0.1, 0.3) for at, kind in enumerate(kinds[:3])])
+    batch = [BatchRow("a", 2, 0), BatchRow("b", 1, 5)]
+    step = plan(batch, {"a": Routed(long), "b": Routed(short)})
+    slots = tables.place_programs(step.distinct)
+    backend.begin(step, [slots[name] for name in step.distinct], [])
+    wide, residual = torch.randn(4, 640, device="cuda"), torch.randn(4, 576, device="cuda")
+    before = wide.clone()
+    backend.apply(wide[:, :576], residual, layer(2))
+    x = (before[:, :576] + residual).cpu()
+    want = torch.stack([redo(x[0], long, tables.bank.cpu(), 2), redo(x[1], long, tables.bank.cpu(), 2)])
+    got = (wide[:, :576] + residual).double().cpu()
+    assert (got[:2] - want).abs().max() < 1e-4
+    assert (got[2] - redo(x[2], short, tables.bank.cpu(), 2)).abs().max() < 1e-4
+    assert torch.equal(wide[3], before[3])
+    assert torch.equal(wide[:, 576:], before[:, 576:])
+
+
+def test_steps_that_go_on() -> None:
+    """Decode steps after a prompt, without a new layout: captured rows and steering as in the steps before."""
+    tables, backend = make(64, torch.float32)
+    store = CaptureStore(backend.make_pool(64 << 20), 64, torch.float32, backend.fence)
+    runtime = Runtime(tables, store, backend, captures=True)
+    payload = {"key": "a", "ops": PROGRAMS[0], "steer_spans": [0, -1], "capture_layers": [1], "capture_spans": [0, -1]}
+    runtime.admit([], [Arrival("a", {wire.EXTRA: payload}, 4, 8), Arrival("b", None, 1, 8)])
+    wanted = []
+    for position in (0, 4, 5, 6):
+        count = 4 if position == 0 else 1
+        runtime.begin(["b", "a"], np.array([1, count]), np.array([3, 0]) + position)
+        hidden = torch.randn(1 + count, 64, device="cuda")
+        before = hidden.clone()
+        backend.apply(hidden, None, layer(1))
+        wanted.append(redo(before[1:].cpu(), PROGRAMS[0], tables.bank.cpu(), 1))
+        assert torch.equal(hidden[0], before[0])
+    assert runtime._steady is not None
+    assert runtime._steady.ticks == 2
+    backend.drain()
+    [[data, used, _]] = store.fetch([("a", 7)], shared=False)["entries"]["a"]["segments"]
+    rows = torch.frombuffer(bytearray(data), dtype=torch.float32).view(-1, 64)[:used].double()
+    assert (rows - torch.cat(wanted)).abs().max() < 1e-4
+    store.pool.close()

@@ -133,10 +133,10 @@ class Adder:
     def __init__(self) -> None:
         self.seen: dict[int, torch.Tensor] = {}
 
-    def apply(self, hidden: torch.Tensor, residual: torch.Tensor | None, layer: int) -> torch.Tensor:
+    def apply(self, hidden: torch.Tensor, residual: torch.Tensor | None, layer: torch.Tensor) -> None:
         assert hidden.ndim == 2
-        self.seen[layer] = hidden if residual is None else hidden + residual
-        return hidden + 1.0 + layer
+        self.seen[int(layer)] = hidden.clone() if residual is None else hidden + residual
+        hidden += 1.0 + layer
 
 
 @pytest.mark.parametrize(
