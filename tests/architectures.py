@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from chatspace_lab import AblationSpec, AddSpec, LayerSteeringSpec, ProjectionCapSpec, SteeringSpec, VLLMSteerModel
+from chatspace_lab.engine.root_cause import sentence
 from chatspace_lab.errors import EngineStartError, LabError, UnsupportedError
 from tests import tiny
 from tests.oracle import Oracle, error
@@ -101,16 +106,8 @@ def _architecture(folder: str) -> str:
     return json.loads((Path(folder) / "config.json").read_text())["architectures"][0]
 
 
-def _one_line(reason: BaseException | str) -> str:
-    lines = [line.strip() for line in str(reason).splitlines() if line.strip()]
-    if "validation error" in lines[0]:  # pydantic's; what it is follows
-        del lines[0]
-    wanted = lines[0].partition(" [type=")[0]
-    return wanted if len(wanted) <= 200 else f"{wanted[:197]}..."
-
-
 def _try(name: str, folder: str) -> Result:
-    """Start an engine of this model and compare it. Runs in a process of its own."""
+    """Start an engine of this model and compare it."""
     architecture = _architecture(folder)
     options = {**OPTIONS, **{key: value for key, value in START_OPTIONS.items() if key != "enforce_eager"}}
     try:
@@ -118,14 +115,14 @@ def _try(name: str, folder: str) -> Result:
 
         model = VLLMSteerModel(VLLMSteeringConfig(folder, **options), enforce_eager=True)
     except UnsupportedError as refusal:
-        return Result(name, architecture, "refused", _one_line(refusal).removeprefix(f"{architecture}: "))
+        return Result(name, architecture, "refused", sentence(refusal).removeprefix(f"{architecture}: "))
     except EngineStartError as failure:
-        return Result(name, architecture, "WRONG", _one_line(failure))
+        return Result(name, architecture, "WRONG", sentence(failure))
     try:
         form = model._client.facts.form
         worst = asyncio.run(compare(model, Oracle(folder, attention=tiny.ATTENTION.get(name, "eager"))))
     except LabError as failure:
-        return Result(name, architecture, "WRONG", _one_line(failure), form)
+        return Result(name, architecture, "WRONG", sentence(failure), form)
     finally:
         model.close()
     captures, operations = worst.pop("none"), max(worst.values())
@@ -147,46 +144,64 @@ def _try_plain(folder: str) -> str:
         )
     except Exception as failure:  # noqa: BLE001 - whatever it is, it is the answer
         where = traceback.extract_tb(failure.__traceback__)[-1]
-        what = _one_line(failure) if str(failure) else f"{Path(where.filename).name}, {where.name}: {where.line}"
+        what = sentence(failure) if str(failure) else f"{Path(where.filename).name}, {where.name}: {where.line}"
         return f"{type(failure).__name__}: {what}"
     return ""
 
 
-def _child(mode: str, name: str, folder: str, answer: str) -> None:
-    """Write what came of one model to the file ``answer``."""
-    found = asdict(_try(name, folder)) if mode == "ours" else {"reason": _try_plain(folder)}
-    Path(answer).write_text(json.dumps(found))
+def _own_session(log: str) -> None:
+    """Give a process of the pool its own output, and its own group to be killed with."""
+    os.setsid()
+    with open(log, "ab") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
 
 
-def _run_child(mode: str, name: str, folder: str, timeout_s: float) -> dict[str, Any] | str:
-    """Run :func:`_child` where a crash or a hang cannot end us, and return its answer, or what happened instead."""
-    answer, log = Path(folder).with_name(f"{mode}.json"), Path(folder).with_name(f"{mode}.log")
-    code = f"from tests.architectures import _child; _child({mode!r}, {name!r}, {folder!r}, {str(answer)!r})"
-    with log.open("wb") as output:
-        process = subprocess.Popen([sys.executable, "-c", code], stdout=output, stderr=output, start_new_session=True)
+class Laboratory:
+    """A process that tries one model after another, so that Python's imports are paid once; replaced if it dies."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._pool: ProcessPoolExecutor | None = None
+        self._log = tempfile.NamedTemporaryFile(suffix=".log")  # noqa: SIM115 - closed by close()
+
+    def run(self, what: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what ``what`` returns, or a sentence about what happened instead."""
+        if self._pool is None:
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(1, context, _own_session, (self._log.name,))
         try:
-            process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return f"not done after {timeout_s:.0f} s"
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    if answer.exists():
-        return json.loads(answer.read_text())
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return f"exit code {process.returncode}: {lines[-1] if lines else ''}"
+            return self._pool.submit(what, *arguments).result(self._timeout_s)
+        except TimeoutError:
+            self.close()
+            return f"not done after {self._timeout_s:.0f} s"
+        except BrokenProcessPool:
+            self.close()
+            lines = Path(self._log.name).read_text(errors="replace").splitlines()
+            return f"the process died: {lines[-1] if lines else ''}"
+        except Exception as failure:  # noqa: BLE001 - it is what came of it
+            return f"{type(failure).__name__}: {sentence(failure)}"
+
+    def close(self) -> None:
+        """End the process, whatever it does."""
+        if self._pool is not None:
+            for pid in list(self._pool._processes or ()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = None
 
 
-def examine(name: str, timeout_s: float) -> Result:
+def examine(name: str, laboratory: Laboratory, timeout_s: float) -> Result:
     """Build one model and return what came of it."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = tiny.build(name, Path(scratch) / name)
-        found = _run_child("ours", name, folder, timeout_s)
-        result = Result(name, _architecture(folder), "WRONG", found) if isinstance(found, str) else Result(**found)
+        found = laboratory.run(_try, name, folder)
+        result = Result(name, _architecture(folder), "WRONG", found) if isinstance(found, str) else found
         if result.verdict == "WRONG" and result.captures is None:
-            plain = _run_child("plain", name, folder, timeout_s)
-            reason = plain if isinstance(plain, str) else plain["reason"]
+            plain = Laboratory(timeout_s)  # what it needs of the environment must reach nobody else
+            reason = plain.run(_try_plain, folder)
+            plain.close()
             if reason:  # it is not us
                 result.verdict, result.reason = "not buildable", reason
         return result
@@ -218,10 +233,12 @@ def main() -> int:
         parser.error(f"unknown: {', '.join(unknown)}")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     results = []
+    laboratory = Laboratory(arguments.timeout_s)
     for name in arguments.names or tiny.CONFIGS:
         start = time.monotonic()
-        results.append(examine(name, arguments.timeout_s))
+        results.append(examine(name, laboratory, arguments.timeout_s))
         print(f"{results[-1].row()} {time.monotonic() - start:.0f} s", flush=True)
+    laboratory.close()
     print(f"\n{table(results)}")
     if arguments.markdown is not None:
         arguments.markdown.write_text(table(results))

@@ -326,7 +326,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "intermediate_size_mlp": 128,
             "num_local_experts": 4,
             "num_experts_per_tok": 1,
-            "attention_chunk_size": 64,
+            "attention_chunk_size": 128,
         },
     ),
     "deepseek-v2": ("DeepseekV2Config", {**_LATENT, "topk_method": "greedy", "n_group": 1, "topk_group": 1}),

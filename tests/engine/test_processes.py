@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import subprocess
@@ -179,9 +180,13 @@ def test_weights_that_do_not_fit(tmp_path: Path, no_leftovers: None) -> None:
     weights["model.layers.2.mlp.down_proj.weight"] = torch.zeros(7, 3)
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     before = set(shared_memory(children()))
-    with pytest.raises(EngineStartError):
+    with pytest.raises(EngineStartError, match=r"not start: RuntimeError: .*dimension size") as caught:
         VLLMSteerModel(VLLMSteeringConfig(folder, dtype="float32", **OPTIONS))
+    assert "load_weights" in str(caught.value.__cause__)  # the worker's own traceback
+    assert "root cause" not in str(caught.value)
     assert set(shared_memory(children())) == before
+    assert not [handler for handler in logging.getLogger("vllm").handlers if handler.name == "chatspace_lab"]
+    assert "VLLM_LOGGING_CONFIG_PATH" not in os.environ
 
 
 def test_a_model_that_is_refused_is_refused_by_name(tmp_path: Path, no_leftovers: None) -> None:

@@ -1,0 +1,99 @@
+"""What an engine's processes logged, and the one sentence that comes of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+
+from chatspace_lab.engine.root_cause import CONFIG_PATH, FIELD, RECORD, CauseLog, find, sentence
+
+WORKER = """WorkerProc failed to start.
+Traceback (most recent call last):
+  File "worker.py", line 3, in load
+    raise KeyError("layers.3")
+KeyError: 'layers.3'
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "worker.py", line 5, in start
+    raise ValueError("no weights for layers.3")
+ValueError: no weights for layers.3"""
+ENGINE = """EngineCore failed to start.
+Traceback (most recent call last):
+  File "core.py", line 9, in wait
+    raise e
+Exception: WorkerProc initialization failed in a background process. See stack trace for root cause."""
+PYDANTIC = """EngineCore failed to start.
+Traceback (most recent call last):
+  File "core.py", line 9, in wait
+    raise e
+pydantic_core.ValidationError: 1 validation error for VllmConfig
+  Value error, float32 is not supported [type=value_error, input_value=1]
+    For further information visit a page"""
+
+
+def log(*records: str) -> str:
+    return "".join(f"{RECORD}{100 + number}{FIELD}{record}\n" for number, record in enumerate(records))
+
+
+@pytest.mark.parametrize(
+    ("records", "said"),
+    [
+        ((WORKER, ENGINE), "ValueError: no weights for layers.3"),
+        ((ENGINE, WORKER), "ValueError: no weights for layers.3"),
+        (("Worker 0 died unexpectedly", ENGINE), "Worker 0 died unexpectedly"),
+        (("a remark", WORKER), "ValueError: no weights for layers.3"),
+        ((PYDANTIC,), "float32 is not supported"),
+    ],
+)
+def test_the_first_that_says_what_it_is(records: tuple[str, ...], said: str) -> None:
+    found = find(log(*records))
+    assert found is not None
+    assert found.sentence == said
+
+
+def test_nothing_is_known() -> None:
+    assert find("") is None
+    assert find(log(ENGINE)) is None
+
+
+def test_a_sentence() -> None:
+    assert sentence(ValueError("one\ntwo")) == "one"
+    assert sentence(KeyboardInterrupt()) == "KeyboardInterrupt"
+    assert len(sentence("x" * 1000)) == 400
+
+
+def test_another_process_logs_here() -> None:
+    """As an engine's does: it configures logging as it is told, and logs an exception."""
+    told = CauseLog()
+    script = (
+        "import json, logging.config, os, vllm.logger\n"
+        f"logging.config.dictConfig(json.load(open(os.environ[{CONFIG_PATH!r}])))\n"
+        "try:\n    raise OSError('no such device')\n"
+        "except OSError:\n    logging.getLogger('vllm.somewhere').exception('failed')"
+    )
+    with told.listening():
+        subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+    found = told.read()
+    assert found is not None
+    assert found.sentence == "OSError: no such device"
+    assert "line 4, in <module>" in found.text
+    assert CONFIG_PATH not in os.environ
+    told.close()
+    told.close()
+
+
+def test_who_configures_logging_keeps_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CONFIG_PATH, "/some/where.json")
+    handlers = list(logging.getLogger("vllm").handlers)
+    told = CauseLog()
+    with told.listening():
+        assert os.environ[CONFIG_PATH] == "/some/where.json"
+    assert told.read() is None
+    assert logging.getLogger("vllm").handlers == handlers
+    told.close()
