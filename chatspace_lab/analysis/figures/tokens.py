@@ -1,0 +1,105 @@
+"""Lines over tokens: one value of a baseline and of a steered run, with the messages behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from chatspace_lab.analysis.figures.style import (
+    BAND,
+    BASELINE,
+    STEERED,
+    axis_name,
+    escape,
+    finish,
+    need,
+    one,
+    shown_token,
+    ticks,
+)
+from chatspace_lab.analysis.frames import directions_of
+from chatspace_lab.errors import AnalysisError
+
+
+def projection_lines(
+    steered: pd.DataFrame,
+    baseline: pd.DataFrame | None = None,
+    *,
+    layer: int,
+    direction: str | None = None,
+    value: str | None = None,
+) -> go.Figure:
+    """Draw the projection on a direction per token: baseline grey and dashed, steered in colour, messages as bands.
+
+    Parameters
+    ----------
+    steered
+        A token frame of one request: the run in colour.
+    baseline
+        A token frame of one request to compare with.
+    layer
+        Which layer.
+    direction
+        Name of the direction; may be left out if the frame has only one.
+    value
+        Another column in place of the projection: ``"cosine_NAME"`` or ``"norm"``.
+
+    Raises
+    ------
+    AnalysisError
+        If a frame lacks the layer or column, or holds several requests.
+    """
+    column = value or f"projection_{_only_direction(steered, direction)}"
+    runs = [("baseline", baseline, BASELINE, "dash", "circle-open"), ("steered", steered, STEERED, "solid", "circle")]
+    figure = go.Figure()
+    chosen = steered
+    for name, run, colour, dash, symbol in runs:
+        if run is None:
+            continue
+        need(run, ["request", "layer", "position", "token_id", "token", "role", "message", column], "projection_lines")
+        one(run, "request", f"projection_lines ({name})")
+        chosen = run[run["layer"] == layer].sort_values("position")
+        if chosen.empty:
+            raise AnalysisError(f"{name}: layer {layer} is not in the frame, only {sorted(run['layer'].unique())}")
+        figure.add_scatter(
+            x=chosen["position"],
+            y=chosen[column],
+            mode="lines+markers",
+            name=name if baseline is not None else "run",
+            line={"color": colour, "dash": dash, "width": 2},
+            marker={"symbol": symbol, "size": 6},
+            customdata=list(zip(_texts(chosen), map(escape, chosen["role"]), strict=True)),
+            hovertemplate="%{customdata[0]}<br>%{customdata[1]}, position %{x}<br>%{y:.4g}"
+            "<extra>%{fullData.name}</extra>",
+        )
+    for index, (role, start, end) in enumerate(_bands(chosen)):
+        label = {"annotation_text": escape(role), "annotation_position": "top left"} if end - start > 1 else {}
+        figure.add_vrect(start - 0.5, end + 0.5, fillcolor=BAND[index % 2], line_width=0, layer="below", **label)
+    said = axis_name(column)
+    finish(figure, f"{said.split(' (')[0]} per token, layer {layer}", "token (by position)", said)
+    figure.update_xaxes(**ticks([int(at) for at in chosen["position"]], _texts(chosen)), showgrid=False)
+    figure.update_yaxes(zeroline=True)
+    return figure
+
+
+def _only_direction(frame: pd.DataFrame, direction: str | None) -> str:
+    names = directions_of(frame)
+    if direction is None and len(names) == 1:
+        return names[0]
+    if direction is None or direction not in names:
+        raise AnalysisError(f"projection_lines: name one of the frame's directions, {names}; got {direction!r}")
+    return direction
+
+
+def _texts(frame: pd.DataFrame) -> list[str]:
+    return [shown_token(token, at) for token, at in zip(frame["token"], frame["token_id"], strict=True)]
+
+
+def _bands(frame: pd.DataFrame) -> Iterator[tuple[str, int, int]]:
+    """Yield role, first and last position of each message and of the answer, as far as the frame has them."""
+    inside = frame[frame["message"].notna() | (frame["role"] == "answer")]
+    keys = inside["message"].astype("object").where(inside["message"].notna(), "answer")
+    for _, part in inside.groupby(keys, sort=False):
+        yield str(part["role"].iloc[0]), int(part["position"].min()), int(part["position"].max())

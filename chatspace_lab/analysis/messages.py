@@ -1,0 +1,212 @@
+"""Means over messages: per message and layer, and how messages compare."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from chatspace_lab.analysis.frames import directions_of, handle_readings
+from chatspace_lab.analysis.rows import as_list, chosen_layers, token_rows
+from chatspace_lab.capture import CaptureHandle
+from chatspace_lab.errors import AnalysisError, MessageLocationError
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A message or the answer: its rows in a capture, or why there are none."""
+
+    message: Any  # int, or pandas.NA for the answer
+    role: str
+    rows: np.ndarray
+    problem: str
+
+    @property
+    def label(self) -> str:
+        return self.role if self.message is pd.NA else f"{self.message} {self.role}"
+
+
+def message_frame(
+    handles: CaptureHandle | Sequence[CaptureHandle],
+    directions: Mapping[str, Any] | None = None,
+    layers: Sequence[int] | int | None = None,
+) -> pd.DataFrame:
+    """Return a row per request, layer and message of a chat, and one for the answer if any of it was computed.
+
+    Parameters
+    ----------
+    handles
+        One fetched handle of a chat, or several. A plain prompt has no messages: it has its answer only.
+    directions, layers
+        As in :func:`token_frame`.
+
+    Returns
+    -------
+    pandas.DataFrame
+        ``request``, ``prompt_index``, ``sample_index``, ``layer``, ``message`` (index, missing for the answer),
+        ``role``, ``label`` (``"1 user"``), ``tokens``, ``norm`` (mean of the tokens' norms), ``norm_of_mean`` (norm of
+        the mean activation), per direction ``projection_NAME`` (mean, which is the mean activation's own) and
+        ``cosine_NAME`` (of the mean activation), and ``problem``: empty, or why the numbers are missing (the message
+        cannot be located, has no tokens, or was not captured whole).
+
+    Raises
+    ------
+    AnalysisError, CaptureError, RequestError, SteeringError
+        As :func:`token_frame`.
+    """
+    records: list[dict[str, Any]] = []
+    for handle in as_list(handles):
+        readings = handle_readings(handle, directions, layers)
+        parts = _parts(handle)
+        for index, layer in enumerate(readings.layers):
+            hidden = handle.hidden(layer)
+            for part in parts:
+                record = _identity(handle, layer, part)
+                values = readings.values[index, part.rows].astype(np.float64)
+                found = len(part.rows) > 0
+                record["norm"] = values[:, 0].mean() if found else np.nan
+                mean = float(hidden[part.rows].double().mean(dim=0).norm()) if found else np.nan
+                record["norm_of_mean"] = mean
+                for at, name in enumerate(readings.directions):
+                    projection = values[:, 1 + at].mean() if found else np.nan
+                    record[f"projection_{name}"] = projection
+                    record[f"cosine_{name}"] = projection / mean if mean else np.nan
+                records.append({**record, "problem": part.problem})
+    return _typed(records)
+
+
+def message_summary(tokens: pd.DataFrame) -> pd.DataFrame:
+    """Return means per message of a token frame, when the activations themselves are not at hand.
+
+    Columns as in :func:`message_frame`, but for ``norm_of_mean``, which norms and projections of tokens do not tell;
+    and ``cosine_NAME`` is the mean of the tokens' cosines. Messages without a row in ``tokens`` have none here.
+    """
+    chosen = tokens[tokens["message"].notna() | tokens["generated"]]
+    keys = ["request", "prompt_index", "sample_index", "layer", "message", "role"]
+    columns = [column for name in directions_of(tokens) for column in (f"projection_{name}", f"cosine_{name}")]
+    grouped = chosen.groupby(keys, sort=False, dropna=False)
+    frame = grouped.agg(
+        tokens=("norm", "size"), norm=("norm", "mean"), **{column: (column, "mean") for column in columns}
+    ).reset_index()
+    labels = [
+        str(role) if pd.isna(message) else f"{message} {role}"
+        for message, role in zip(frame["message"], frame["role"], strict=True)
+    ]
+    frame.insert(6, "label", pd.Series(labels, index=frame.index, dtype="str"))
+    frame["problem"] = pd.Series([""] * len(frame), index=frame.index, dtype="str")
+    return frame
+
+
+def message_means(handle: CaptureHandle, layer: int) -> dict[str, np.ndarray]:
+    """Return the mean activation of each message, and of the answer, by label; ``[hidden_size]`` float32.
+
+    Messages that cannot be located, are empty or were not captured whole are left out; :func:`message_frame` says why.
+    """
+    chosen_layers(handle, layer)
+    hidden = handle.hidden(layer)
+    return {
+        part.label: hidden[part.rows].double().mean(dim=0).float().numpy()
+        for part in _parts(handle)
+        if not part.problem
+    }
+
+
+def message_cosines(
+    handles: CaptureHandle | Sequence[CaptureHandle], layers: Sequence[int] | int | None = None
+) -> pd.DataFrame:
+    """Return the cosine between the mean activations of each two messages of a request, per layer.
+
+    Returns
+    -------
+    pandas.DataFrame
+        ``request``, ``layer``, ``first``, ``second`` (labels as in :func:`message_frame`), ``cosine`` and ``problem``
+        (empty, or why the cosine is missing). Each pair stands there both ways, and each message with itself, so
+        ``frame.pivot(index="first", columns="second", values="cosine")`` of one request and layer is a square.
+
+    Raises
+    ------
+    AnalysisError
+        If a layer was not captured.
+    """
+    records = []
+    for handle in as_list(handles):
+        parts = _parts(handle)
+        for layer in chosen_layers(handle, layers):
+            hidden = handle.hidden(layer)
+            means = [None if part.problem else hidden[part.rows].double().mean(dim=0).numpy() for part in parts]
+            for (first, left), (second, right) in product(zip(parts, means, strict=True), repeat=2):
+                problem = first.problem or second.problem
+                cosine = np.nan if left is None or right is None else _cosine(left, right)
+                records.append((handle.request_id, layer, first.label, second.label, cosine, problem))
+    return pd.DataFrame(records, columns=["request", "layer", "first", "second", "cosine", "problem"])
+
+
+def cosine_frame(vectors: Mapping[str, Any]) -> pd.DataFrame:
+    """Return the cosine between each two of some named vectors: columns ``first``, ``second``, ``cosine``.
+
+    Parameters
+    ----------
+    vectors
+        ``{name: [hidden_size]}``: means of :func:`message_means` or :func:`mean_activation`, directions, …
+
+    Raises
+    ------
+    AnalysisError
+        If they are of different lengths.
+    """
+    arrays = {name: np.asarray(vector, dtype=np.float64) for name, vector in vectors.items()}
+    if len({array.shape for array in arrays.values()}) > 1:
+        raise AnalysisError(
+            f"the vectors have different shapes: { {name: list(a.shape) for name, a in arrays.items()} }"
+        )
+    records = [(a, b, _cosine(arrays[a], arrays[b])) for a, b in product(arrays, repeat=2)]
+    return pd.DataFrame(records, columns=["first", "second", "cosine"])
+
+
+def _cosine(left: np.ndarray, right: np.ndarray) -> float:
+    length = float(np.linalg.norm(left) * np.linalg.norm(right))
+    return float(left @ right) / length if length else float("nan")
+
+
+def _parts(handle: CaptureHandle) -> list[_Part]:
+    return list(_each_part(handle))
+
+
+def _each_part(handle: CaptureHandle) -> Iterator[_Part]:
+    nothing = np.empty(0, dtype=np.int64)
+    for index, location in enumerate(handle.message_locations or ()):
+        if isinstance(location, MessageLocationError):
+            yield _Part(index, "unlocated", nothing, str(location))
+            continue
+        if not location.num_tokens:
+            yield _Part(index, location.role, nothing, f"message {index} ({location.role}) has no tokens")
+            continue
+        try:
+            yield _Part(index, location.role, token_rows(handle, index), "")
+        except AnalysisError as error:
+            yield _Part(index, location.role, nothing, str(error))
+    if handle.positions and handle.positions[-1] >= handle.prompt_len:
+        yield _Part(pd.NA, "answer", token_rows(handle, "answer"), "")
+
+
+def _identity(handle: CaptureHandle, layer: int, part: _Part) -> dict[str, Any]:
+    return {
+        "request": handle.request_id,
+        "prompt_index": handle.prompt_index,
+        "sample_index": handle.sample_index,
+        "layer": layer,
+        "message": part.message,
+        "role": part.role,
+        "label": part.label,
+        "tokens": len(part.rows),
+    }
+
+
+def _typed(records: list[dict[str, Any]]) -> pd.DataFrame:
+    if not records:
+        raise AnalysisError("these requests have neither messages nor captured rows of an answer")
+    return pd.DataFrame(records).astype({"message": "Int64"})

@@ -1,0 +1,69 @@
+"""Principal components of a set of means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from sklearn.decomposition import PCA
+
+from chatspace_lab.errors import AnalysisError
+
+
+def pca_frame(
+    means: Mapping[str, Any], groups: Mapping[str, str] | None = None, components: int = 2
+) -> tuple[pd.DataFrame, np.ndarray]:
+    """Place named vectors on their principal components.
+
+    Parameters
+    ----------
+    means
+        ``{label: [hidden_size]}``, at least three. Centred, not scaled.
+    groups
+        Label to group, for colour and symbol; labels without one are in no group.
+    components
+        How many, at most ``len(means) − 1``.
+
+    Returns
+    -------
+    frame : pandas.DataFrame
+        A row per label: ``label``, ``group``, ``pc1``, ``pc2``, … (in units of the residual stream) and
+        ``explained1``, ``explained2``, … (the share of the variance, from 0 to 1, the same in each row).
+    axes : numpy.ndarray
+        ``[components, hidden_size]`` float32, unit vectors. Each points to where its largest entry is positive, so
+        signs do not change from run to run.
+
+    Raises
+    ------
+    AnalysisError
+        If there are too few vectors, or they differ in length, hold NaN, or are all the same.
+    """
+    labels = list(means)
+    arrays = [np.asarray(means[label], dtype=np.float64) for label in labels]
+    if len({array.shape for array in arrays}) > 1 or (arrays and arrays[0].ndim != 1):
+        raise AnalysisError(f"means: expected vectors of one length, got {sorted({array.shape for array in arrays})}")
+    if not 1 <= components <= len(labels) - 1:
+        raise AnalysisError(
+            f"{len(labels)} vectors have at most {max(len(labels) - 1, 0)} components, not {components}"
+        )
+    matrix = np.stack(arrays)
+    if not np.isfinite(matrix).all():
+        bad = [label for label, row in zip(labels, matrix, strict=True) if not np.isfinite(row).all()]
+        raise AnalysisError(f"means: {bad[:8]} hold NaN or infinite entries")
+    if not np.ptp(matrix, axis=0).any():
+        raise AnalysisError("means: all vectors are the same, so there is no axis along which they differ")
+    pca = PCA(components, svd_solver="full").fit(matrix)
+    axes = pca.components_
+    signs = np.sign(axes[np.arange(components), np.abs(axes).argmax(axis=1)])
+    scores = pca.transform(matrix) * signs
+    frame = pd.DataFrame(
+        {
+            "label": pd.Series(labels, dtype="str"),
+            "group": pd.Series([(groups or {}).get(label, "") for label in labels], dtype="str"),
+            **{f"pc{index + 1}": scores[:, index] for index in range(components)},
+            **{f"explained{index + 1}": float(share) for index, share in enumerate(pca.explained_variance_ratio_)},
+        }
+    )
+    return frame, (axes * signs[:, None]).astype(np.float32)

@@ -1,0 +1,95 @@
+"""What directions are fitted to: a matrix of samples per layer, from arrays or from fetched captures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from chatspace_lab.analysis.rows import as_list, chosen_layers, mean_activation
+from chatspace_lab.capture import CaptureHandle
+from chatspace_lab.errors import AnalysisError
+
+Samples = Mapping[int, Any] | Sequence[CaptureHandle]
+MIN_PAIRS = 4
+
+
+def samples_of(
+    handles: CaptureHandle | Sequence[CaptureHandle],
+    tokens: str | int = "last",
+    layers: Sequence[int] | int | None = None,
+) -> dict[int, np.ndarray]:
+    """Return one activation per handle: layer to ``[handles, hidden_size]`` float32.
+
+    Parameters
+    ----------
+    handles
+        Fetched handles, one per sample.
+    tokens
+        Which token rows are averaged: ``"last"`` (the prompt's last token), ``"prompt"``, ``"answer"``, ``"all"``, or a
+        message's index; see :func:`token_rows`.
+    layers
+        All that were captured, with None.
+
+    Raises
+    ------
+    AnalysisError, MessageLocationError
+        If a handle has no such rows or layer.
+    """
+    chosen = as_list(handles)
+    return {
+        layer: np.stack([mean_activation(handle, layer, tokens) for handle in chosen])
+        for layer in chosen_layers(chosen[0], layers)
+    }
+
+
+def paired(
+    positive: Samples, negative: Samples, tokens: str | int, layers: Sequence[int] | int | None
+) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """Return per layer the two matrices ``[pairs, hidden_size]`` float64, checked.
+
+    Raises
+    ------
+    AnalysisError
+        If they do not pair up, are fewer than four pairs, or hold NaN.
+    """
+    left, right = (
+        _arrays(side, name, tokens, layers) for side, name in ((positive, "positive"), (negative, "negative"))
+    )
+    if set(left) != set(right):
+        raise AnalysisError(f"positive has layers {sorted(left)} and negative has layers {sorted(right)}")
+    wanted = sorted(left) if layers is None else [layers] if isinstance(layers, int) else list(layers)
+    missing = sorted(set(wanted) - set(left))
+    if missing or not wanted:
+        raise AnalysisError(f"no samples of layers {missing}, only of {sorted(left)}")
+    for layer in wanted:
+        if left[layer].shape != right[layer].shape:
+            raise AnalysisError(
+                f"layer {layer}: positive is {list(left[layer].shape)} and negative {list(right[layer].shape)}; "
+                f"sample i of one must be the counterpart of sample i of the other"
+            )
+        pairs = len(left[layer])
+        if pairs < MIN_PAIRS:
+            raise AnalysisError(f"layer {layer}: {pairs} pairs are too few to hold any out; give at least {MIN_PAIRS}")
+    return {layer: (left[layer], right[layer]) for layer in wanted}
+
+
+def _arrays(side: Samples, name: str, tokens: str | int, layers: Sequence[int] | int | None) -> dict[int, np.ndarray]:
+    given: Mapping[int, Any] = side if isinstance(side, Mapping) else samples_of(side, tokens, layers)
+    found = {}
+    for layer, rows in given.items():
+        values = rows.detach().cpu().double().numpy() if isinstance(rows, torch.Tensor) else np.asarray(rows)
+        if values.ndim != 2 or values.dtype.kind not in "fiu":
+            raise AnalysisError(
+                f"{name}, layer {layer}: expected numbers of shape [samples, hidden_size], got {list(values.shape)}"
+            )
+        values = values.astype(np.float64)
+        bad = np.flatnonzero(~np.isfinite(values).all(axis=1))
+        if len(bad):
+            raise AnalysisError(f"{name}, layer {layer}: samples {bad.tolist()[:8]} hold NaN or infinite entries")
+        found[int(layer)] = values
+    if not found:
+        raise AnalysisError(f"{name} is empty: give a dict of layer to samples, or fetched handles")
+    return found
