@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from chatspace_lab import __version__
-from chatspace_lab.demo import chosen_model
-from chatspace_lab.models import DEMO_NAME
+from chatspace_lab.models import DEMO_NAME, chosen_model
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -200,6 +199,10 @@ async def bench(arguments: argparse.Namespace) -> int:
         return await bench_gpu(arguments)
     name = chosen_model(arguments.model_name)
     print("\n".join(_facts(name, arguments)), flush=True)
+    if arguments.transport:
+        from chatspace_lab.bench_transport import bench_transport
+
+        return await bench_transport(name, arguments)
     from vllm.platforms import current_platform
 
     from chatspace_lab import VLLMSteeringConfig, VLLMSteerModel
@@ -271,8 +274,12 @@ def _facts(name: str, arguments: argparse.Namespace) -> list[str]:
     load = (
         f"{shown}, dtype {arguments.dtype}, {arguments.batch} requests of {PROMPT_TOKENS} + {arguments.tokens} tokens"
     )
+    if arguments.transport:
+        load = f"{shown}, dtype {arguments.dtype}, {arguments.mib} MiB of captured rows"
     if arguments.gpu:
         load = f"{' and '.join(arguments.shapes)}, random weights, bfloat16, 64 tokens each"
+        if arguments.tensor_parallel_size > 1:
+            load += f", tensor parallel {arguments.tensor_parallel_size}"
     facts = {
         "command": shlex.join(["chatspace-lab", *sys.argv[1:]]),
         "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",

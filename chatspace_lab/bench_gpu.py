@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import getpass
 import json
 import statistics
 import tempfile
@@ -77,8 +78,12 @@ class Figure(NamedTuple):
 
 
 def write_shape(name: str) -> str:
-    """Write a Qwen3 configuration of the given shape and return its folder."""
-    folder = Path(tempfile.mkdtemp(prefix=f"{name}-"))
+    """Write a Qwen3 configuration of the given shape and return its folder.
+
+    The same each time: vLLM's compile cache goes by the folder's name.
+    """
+    folder = Path(tempfile.gettempdir()) / f"chatspace-lab-{getpass.getuser()}" / name
+    folder.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -136,7 +141,7 @@ async def bench_gpu(arguments: argparse.Namespace) -> int:
         raise UnsupportedError("bench --gpu needs an NVIDIA GPU; without one, chatspace-lab bench measures the CPU")
     missed = 0
     for name in arguments.shapes:
-        async for figure in measure_shape(name, arguments.pairs):
+        async for figure in measure_shape(name, arguments.pairs, workers=arguments.tensor_parallel_size):
             print(figure, flush=True)
             missed += figure.missed
     return int(arguments.check and missed > 0)
@@ -157,11 +162,14 @@ async def compare(base: Run, ours: Run, pairs: int) -> tuple[float, float, list[
     return statistics.median(seconds[0]), statistics.median(seconds[1]), ratios
 
 
-async def measure_shape(name: str, pairs: int, batches: Sequence[int] = BATCHES) -> AsyncIterator[Figure]:
-    """Start both engines on a shape and give every figure as it comes."""
+async def measure_shape(
+    name: str, pairs: int, batches: Sequence[int] = BATCHES, workers: int = 1
+) -> AsyncIterator[Figure]:
+    """Start both engines on a shape, each on ``workers`` GPUs, and give every figure as it comes."""
     layers, hidden_size = SHAPES[name]["num_hidden_layers"], SHAPES[name]["hidden_size"]
     config = VLLMSteeringConfig(
         write_shape(name),
+        tensor_parallel_size=workers,
         load_format="dummy",
         skip_tokenizer_init=True,
         max_model_len=2048,

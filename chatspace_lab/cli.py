@@ -1,4 +1,4 @@
-"""The command ``chatspace-lab``: demo, smoke and bench.
+"""The command ``chatspace-lab``: demo, smoke, verify and bench.
 
 Exit codes: 0 well done, 1 a check failed, 2 it could not be run as asked.
 """
@@ -42,6 +42,21 @@ def _parser() -> argparse.ArgumentParser:
     smoke.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
     smoke.add_argument("--seed", type=int, default=0, help="of the random vector (default: %(default)s)")
 
+    verify = commands.add_parser("verify", help="a report in a minute or two: is all of it right on this machine?")
+    verify.add_argument(
+        "--model", "--model-name", dest="model_name", help="a folder, or a name on the Hugging Face hub"
+    )
+    verify.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    verify.add_argument("--max-model-len", type=_positive, default=512, help="in tokens (default: %(default)s)")
+    verify.add_argument("--tensor-parallel-size", type=_positive, default=1, help="GPUs (default: %(default)s)")
+    verify.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        default=0.5,
+        help="fraction of the GPU for the engine; Hugging Face's model goes beside it (default: %(default)s)",
+    )
+    verify.add_argument("--enforce-eager", action="store_true", help="without CUDA graphs")
+
     bench = commands.add_parser("bench", help="throughput beside plain vLLM, in the same run")
     bench.add_argument("--model-name", help="a folder, or a name on the Hugging Face hub")
     bench.add_argument("--batch", type=_positive, default=16, help="requests at a time (default: %(default)s)")
@@ -52,6 +67,11 @@ def _parser() -> argparse.ArgumentParser:
         "--gpu", action="store_true", help="time per step with CUDA graphs on random weights, batch 1, 32 and 256"
     )
     bench.add_argument("--shapes", nargs="+", default=["qwen3-0.6b", "qwen3-8b"], help="with --gpu (default: both)")
+    bench.add_argument("--tensor-parallel-size", type=_positive, default=1, help="GPUs, with --gpu (default: 1)")
+    bench.add_argument(
+        "--transport", action="store_true", help="bytes per second of captures, by shared memory and not"
+    )
+    bench.add_argument("--mib", type=_positive, default=64, help="of captures, with --transport (default: %(default)s)")
     bench.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
     return parser
 
@@ -72,6 +92,10 @@ def _command(name: str) -> Callable[[argparse.Namespace], Awaitable[int]]:
         from chatspace_lab.demo import smoke
 
         return smoke
+    if name == "verify":
+        from chatspace_lab.verify import verify
+
+        return verify
     from chatspace_lab.bench import bench
 
     return bench

@@ -33,6 +33,8 @@ LEVELS = [
     "session",
     "panels",
     "demo",
+    "hugging_face",
+    "verify",
     "bench",
     "cli",
 ]

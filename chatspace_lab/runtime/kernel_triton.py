@@ -4,8 +4,8 @@ Traced into CUDA graphs like any kernel. What it does at each replay is decided 
 
 A decode step runs it once per layer between kernels of a few microseconds, so what counts is not bandwidth but how many
 loads wait for each other. A token that nobody steers or captures costs two loads. For the others everything that does
-not depend on the layer's own result, down to the vectors, is asked for first; on Hopper and later that happens while the
-kernel before it still runs (programmatic dependent launch).
+not depend on the layer's own result, down to the vectors, is asked for first; on Hopper and later that happens while
+the kernel before it still runs (programmatic dependent launch).
 """
 
 from __future__ import annotations
