@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from chatspace_lab.engine.model import VLLMSteerModel
     from chatspace_lab.engine.stream import StreamDelta, TextStream
     from chatspace_lab.errors import LabError
+    from chatspace_lab.session.lab import LabSession
     from chatspace_lab.steering.specs import (
         AblationSpec,
         AddSpec,
@@ -33,6 +34,7 @@ _HOME = {
     "CaptureHandle": "capture",
     "ChatResponse": "chat",
     "LabError": "errors",
+    "LabSession": "session.lab",
     "LayerSteeringSpec": "steering.specs",
     "MessageBoundary": "chat",
     "ProjectionCapSpec": "steering.specs",
@@ -50,6 +52,7 @@ __all__ = [
     "CaptureHandle",
     "ChatResponse",
     "LabError",
+    "LabSession",
     "LayerSteeringSpec",
     "MessageBoundary",
     "ProjectionCapSpec",

@@ -7,11 +7,9 @@ import contextlib
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from chatspace_lab.errors import ConfigError
-from chatspace_lab.models import DEMO_NAME, demo_model
+from chatspace_lab.models import DEMO_NAME, chosen_model, demo_model
 
 if TYPE_CHECKING:
     import torch
@@ -134,24 +132,6 @@ def _norms(handle: CaptureHandle, layers: Sequence[int]) -> str:
 def _indented(text: str) -> str:
     lines = text.strip().splitlines() or ["(nothing)"]
     return "\n".join(textwrap.fill(line, 100, initial_indent="  ", subsequent_indent="  ") for line in lines)
-
-
-def chosen_model(name: str | None) -> str:
-    """Return the model that the user named, or the demo model.
-
-    Raises
-    ------
-    ConfigError
-        If it looks like a folder that is not there.
-    """
-    if name is None:
-        return demo_model()
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return str(folder)
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ConfigError(f"--model-name {name}: there is no such folder")
-    return name
 
 
 async def smoke(arguments: argparse.Namespace) -> int:

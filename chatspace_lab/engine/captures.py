@@ -54,7 +54,7 @@ class CaptureBroker:
     ) -> None:
         self._thread, self._loop, self._rpc = loop, loop.loop, rpc
         self._dtype, self._row_bytes = dtype, hidden_size * dtype.itemsize
-        self._limit, self._shared = limit, shared
+        self._limit, self.shared = limit, shared
         self._fetching = asyncio.Lock()
         self._held: dict[str, int] = {}
         self._gone: list[str] = []
@@ -119,7 +119,7 @@ class CaptureBroker:
                     wanted[key] = handle
             if wanted:
                 asked = [[key, handle.computed] for key, handle in wanted.items()]
-                answer = (await self._rpc(wire.RPC_FETCH, asked, self._shared))[0]
+                answer = (await self._rpc(wire.RPC_FETCH, asked, self.shared))[0]
                 failures.update(self._receive(answer, wanted))
         if failures:
             raise next(iter(failures.values()))
@@ -216,7 +216,7 @@ class CaptureBroker:
         parts = []
         mapped: mmap.mmap | None = None
         for segment in segments:
-            if self._shared:
+            if self.shared:
                 fd, offset, nbytes, used, reserved = segment
                 mapped = mmap.mmap(opened(fd).fileno(), nbytes, offset=offset)
                 memory: Any = mapped

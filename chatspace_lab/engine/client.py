@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,6 +23,7 @@ from chatspace_lab.engine.processes import descendants, end, shared_memory
 from chatspace_lab.engine.requests import Submission
 from chatspace_lab.engine.root_cause import OPAQUE, CauseLog, sentence
 from chatspace_lab.engine.stream import StreamDelta
+from chatspace_lab.readings import Readings
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -32,8 +33,28 @@ if TYPE_CHECKING:
 SHUTDOWN_S = 30
 """Seconds that an engine may take to end by itself. A worker alone may take 9 of them."""
 
+Progress = Callable[[str], None]
+"""Is told what is being done."""
+
 _starting = threading.Lock()
 """One engine of ours starts at a time, so that what a failed start leaves behind can be told from another's."""
+
+
+@contextlib.contextmanager
+def _stages(progress: Progress | None) -> Iterator[Callable[[], None] | None]:
+    """Give the workers a file to tell their stage, and yield what passes it on."""
+    if progress is None:
+        yield None
+        return
+    file = os.memfd_create("chatspace-lab-stage", os.MFD_CLOEXEC)
+    os.pwrite(file, bytes(1), 0)
+    os.environ[wire.STAGE_FILE] = f"/proc/{os.getpid()}/fd/{file}"
+    try:
+        yield lambda: progress(wire.STAGES[os.pread(file, 1, 0)[0]])
+        progress(wire.STAGES[-1])
+    finally:
+        del os.environ[wire.STAGE_FILE]  # the number of a closed file means another one soon
+        os.close(file)
 
 
 @dataclass(frozen=True)
@@ -62,6 +83,9 @@ class Observer(Protocol):
     def received(self, submission: Submission, piece: StreamDelta) -> None:
         """Note a piece of its answer."""
 
+    def read(self, submission: Submission, readings: Readings) -> None:
+        """Note readings of the rows that were computed since the last."""
+
     def ended(self, submission: Submission, error: BaseException | None) -> None:
         """Note its end: answered, failed, or aborted (``error`` is ``CancelledError`` then)."""
 
@@ -87,8 +111,12 @@ class EngineClient:
         self.captures: CaptureBroker
 
     @classmethod
-    def start(cls, config: VLLMSteeringConfig, enforce_eager: bool | None) -> EngineClient:
+    def start(
+        cls, config: VLLMSteeringConfig, enforce_eager: bool | None, progress: Progress | None = None
+    ) -> EngineClient:
         """Start an engine and wait until it is ready.
+
+        ``progress`` is told what is being done, again and again. An interrupt ends the start and all its processes.
 
         Raises
         ------
@@ -101,8 +129,8 @@ class EngineClient:
             before = descendants()
             loop, log = LoopThread("chatspace-lab"), CauseLog()
             try:
-                with log.listening():
-                    client = loop.call(cls._start(loop, log, config, kwargs, version))
+                with log.listening(), _stages(progress) as tick:
+                    client = loop.call(cls._start(loop, log, config, kwargs, version), tick=tick, patience_s=0)
             except BaseException as error:
                 left = descendants() - before
                 end(left, shared_memory(left), timeout_s=0)
@@ -301,6 +329,19 @@ class EngineClient:
     async def stats(self) -> dict[str, Any]:
         """Return what the first worker holds for us."""
         return (await self.rpc(wire.RPC_STATS))[0]
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether all processes of the engine run."""
+        return not self._closed and not self._engine.errored and all(each.is_running() for each in self._processes)
+
+    def memory(self) -> int:
+        """Return the resident memory of the engine's processes, in bytes."""
+        total = 0
+        for process in self._processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                total += process.memory_info().rss
+        return total
 
     def close(self) -> None:
         """Stop the engine and the loop. Again is fine."""

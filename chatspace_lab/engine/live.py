@@ -10,6 +10,7 @@ from typing import Any
 from chatspace_lab.capture import CaptureHandle
 from chatspace_lab.engine.captures import CaptureBroker
 from chatspace_lab.engine.stream import StreamDelta
+from chatspace_lab.readings import Readings
 from chatspace_lab.steering.directions import DirectionSet
 
 Put = Callable[[StreamDelta], None]
@@ -26,10 +27,18 @@ class LiveReader:
         The request's captures.
     directions
         What is read, and at which layers.
+    note
+        Called with each reading.
     """
 
-    def __init__(self, broker: CaptureBroker, handle: CaptureHandle, directions: DirectionSet) -> None:
-        self._broker, self._handle, self._directions = broker, handle, directions
+    def __init__(
+        self,
+        broker: CaptureBroker,
+        handle: CaptureHandle,
+        directions: DirectionSet,
+        note: Callable[[Readings], None],
+    ) -> None:
+        self._broker, self._handle, self._directions, self._note = broker, handle, directions, note
         self._waiting: list[StreamDelta] = []
         self._generated: list[int] = []
         self._wake = asyncio.Event()
@@ -71,6 +80,7 @@ class LiveReader:
             [handle], self._directions.layers, "read", self._directions.units, first=self._from
         )
         readings = handle.label(values, self._directions, first=self._read)
+        self._note(readings)
         self._read += len(readings)
         self._from = handle.prompt_len + len(self._generated) - 1
         return dataclasses.replace(delta, readings=readings)

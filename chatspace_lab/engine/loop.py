@@ -6,12 +6,13 @@ import asyncio
 import concurrent.futures
 import contextlib
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
 from chatspace_lab.errors import EngineDeadError
 
 T = TypeVar("T")
+TICK_S = 0.1
 CLOSED = "this model was closed; make a new one"
 
 
@@ -98,8 +99,17 @@ class LoopThread:
                 finished.exception()  # seen: the caller was cancelled, which is what it is told
             raise
 
-    def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+    def call(
+        self,
+        coroutine: Coroutine[Any, Any, T],
+        timeout_s: float | None = None,
+        tick: Callable[[], None] | None = None,
+        patience_s: float = 10,
+    ) -> T:
         """Wait for ``coroutine`` from a thread. An interrupt cancels it, waits until it has ended, and goes on.
+
+        ``tick`` is called in the waiting thread, ten times a second: to show how far things are. ``patience_s`` is how
+        long to wait for the end of what was interrupted.
 
         Raises
         ------
@@ -111,11 +121,14 @@ class LoopThread:
             raise RuntimeError("a blocking call on the engine's own loop would wait for itself: await the async twin")
         task = self.spawn(coroutine)
         try:
+            while tick is not None and not task.finished.done():
+                concurrent.futures.wait([task.finished], timeout=TICK_S)
+                tick()
             return task.finished.result(timeout_s)
         except BaseException:
             if not task.finished.done():
                 task.cancel()
-                concurrent.futures.wait([task.finished], timeout=10)
+                concurrent.futures.wait([task.finished], timeout=patience_s)
             raise
 
     def close(self) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from chatspace_lab.capture import CaptureHandle
 from chatspace_lab.chat import ChatResponse
-from chatspace_lab.engine.client import EngineClient
+from chatspace_lab.engine.client import EngineClient, ModelFacts, Observer
 from chatspace_lab.engine.config import VLLMSteeringConfig
 from chatspace_lab.engine.requests import (
     Ask,
@@ -46,6 +46,8 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods):
     enforce_eager
         None is True on a CPU, for its quick start, and False on a GPU, where CUDA graphs are worth several times the
         speed. Steering and captures are the same either way.
+    progress
+        Is told, in this thread and again and again, what the start is at.
 
     Attributes
     ----------
@@ -72,12 +74,13 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods):
         *,
         bootstrap_layers: Iterable[int] = (),
         enforce_eager: bool | None = None,
+        progress: Callable[[str], None] | None = None,
     ) -> None:
         self.config = VLLMSteeringConfig(cfg) if isinstance(cfg, str) else cfg
         if not isinstance(self.config, VLLMSteeringConfig):
             raise TypeError(f"cfg: expected VLLMSteeringConfig or a model's name, got {type(cfg).__name__}")
         layers = list(bootstrap_layers)
-        self._client = EngineClient.start(self.config, enforce_eager)
+        self._client = EngineClient.start(self.config, enforce_eager, progress)
         facts = self._client.facts
         self.model_name = self.config.model_name
         self.hidden_size, self.layer_count, self.dtype = facts.hidden_size, facts.layer_count, facts.dtype
@@ -276,7 +279,29 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods):
         values = await self._client.captures.reduce(list(handles), chosen, "read", laid.units)
         return [handle.label(each, laid) for handle, each in zip(handles, values, strict=True)]
 
+    def observe(self, observer: Observer) -> None:
+        """Tell ``observer`` of every request from now on; it is called on the engine's loop, and must be quick."""
+        self._client.observers.append(observer)
+
     # -- the model's own life ------------------------------------------------------------------------------------
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What the engine told of its model and of itself."""
+        return self._client.facts
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine runs."""
+        return self._client.is_alive
+
+    def memory(self) -> int:
+        """Return the resident memory of the engine's processes, in bytes."""
+        return self._client.memory()
+
+    async def stats(self) -> dict[str, Any]:
+        """Return what the first worker holds for us: requests, captures and their bytes."""
+        return await self._run(self._client.stats())
 
     def close(self) -> None:
         """Stop the engine and free its memory. Requests under way end with an error. Again is fine."""

@@ -161,14 +161,14 @@ def sampling_from(sampling_params: Any, keywords: Mapping[str, Any], *, own: Seq
 def prompts_from(prompts: Any, tokenizer: Any, vocab_size: int) -> list[Prompt]:
     """Return a prompt, or a list of them, tokenised.
 
-    A prompt is a string, a list of token ids, or a dict with ``prompt_token_ids``.
+    A prompt is a string, a list of token ids, a dict with ``prompt_token_ids``, or one that was tokenised before.
 
     Raises
     ------
     RequestError
         Naming the prompt that cannot be used.
     """
-    single = isinstance(prompts, str | Mapping) or (
+    single = isinstance(prompts, str | Mapping | Prompt) or (
         isinstance(prompts, Sequence) and bool(prompts) and all(isinstance(item, int) for item in prompts)
     )
     if not single and not isinstance(prompts, Sequence):
@@ -180,6 +180,8 @@ def prompts_from(prompts: Any, tokenizer: Any, vocab_size: int) -> list[Prompt]:
 
 
 def _prompt(item: Any, index: int, tokenizer: Any, vocab_size: int) -> Prompt:
+    if isinstance(item, Prompt):
+        return item
     if isinstance(item, str):
         if tokenizer is None:
             raise RequestError(

@@ -22,6 +22,7 @@ from chatspace_lab.engine.requests import (
     Submission,
     check_capture_layers,
     check_length,
+    prompts_from,
     sampling_from,
     spans_of,
     steering_per_prompt,
@@ -29,10 +30,11 @@ from chatspace_lab.engine.requests import (
 from chatspace_lab.engine.state import SessionSteering
 from chatspace_lab.engine.stream import StreamDelta, TextStream
 from chatspace_lab.errors import RequestError
+from chatspace_lab.readings import Readings
 from chatspace_lab.steering.directions import DirectionSet
 from chatspace_lab.steering.program import Program
 from chatspace_lab.steering.specs import SteeringSpec
-from chatspace_lab.steering.where import as_where
+from chatspace_lab.steering.where import Where, as_where
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -64,6 +66,40 @@ class RequestMethods:
                 raise RequestError(f"conversation {index}: {error}") from error.__cause__
             prompts.append(Prompt(chat.token_ids, chat.text, chat))
         return prompts
+
+    def prepare(
+        self,
+        prompts: Any,
+        sampling_params: Any = None,
+        *,
+        chat: bool = False,
+        chat_options: dict[str, Any] | None = None,
+        capture_layers: Any = None,
+        capture_where: Where | str = "all",
+        **sampling: Any,
+    ) -> list[Prompt]:
+        """Tokenise prompts, or with ``chat`` conversations, and check all that ``generate`` would.
+
+        The result can be given to ``generate`` in place of prompts, whole or in parts, many times.
+
+        Raises
+        ------
+        RequestError, MessageLocationError
+            Naming the prompt that cannot be used.
+        """
+        if chat:
+            found = self._chat_prompts(prompts, chat_options)
+        else:
+            found = prompts_from(prompts, self.tokenizer, self._client.facts.vocab_size)
+        params = sampling_from(sampling_params, sampling, own=OWN_ARGUMENTS)
+        where = as_where(capture_where)
+        if capture_layers is not None:
+            check_capture_layers(capture_layers, self.layer_count)
+        for index, prompt in enumerate(found):
+            check_length(prompt, index, params.max_tokens, self.max_model_len)
+            if capture_layers is not None:
+                spans_of(where, prompt, params, self.tokenizer, self.max_model_len)
+        return found
 
     def _submissions(self, prompts: list[Prompt], ask: Ask) -> list[Submission]:
         """Check everything and lay out one request per prompt and sample."""
@@ -136,6 +172,10 @@ class RequestMethods:
                 self._client.forget(each)
             raise RequestError("a stream gives one sample; ask for n=1")
 
+        def note(readings: Readings) -> None:
+            for observer in self._client.observers:
+                observer.read(submission, readings)
+
         async def pump(put: Callable[[StreamDelta], None]) -> None:
             handle = submission.handle
             try:
@@ -145,7 +185,7 @@ class RequestMethods:
                     if reading is None or handle is None:
                         await self._client.run_one(submission, put)
                     else:
-                        reader = LiveReader(self._client.captures, handle, reading)
+                        reader = LiveReader(self._client.captures, handle, reading, note)
                         await reader.run(self._client.run_one(submission, reader.received), put)
             finally:
                 if handle is not None and handle.state == "running":

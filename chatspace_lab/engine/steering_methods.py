@@ -87,6 +87,16 @@ class SessionSteeringMethods:
         self._compile(spec)
         await self._change(lambda _: spec)
 
+    async def update_steering_spec(self, update: Callable[[SteeringSpec], SteeringSpec]) -> None:
+        """Replace the session-wide steering by ``update`` of what is in force then; nothing can come between.
+
+        Raises
+        ------
+        SteeringError
+            If the new spec cannot be used; the old one stays in force.
+        """
+        await self._change(update)
+
     async def push_steering_spec(self, spec: SteeringSpec) -> None:
         """Remember the steering in force on a stack and replace it by ``spec``."""
         self._compile(spec)

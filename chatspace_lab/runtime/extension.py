@@ -26,7 +26,7 @@ from chatspace_lab.runtime.core import Runtime
 from chatspace_lab.runtime.deviations import Circumstances, refuse_deviation
 from chatspace_lab.runtime.store import CaptureStore
 from chatspace_lab.runtime.tables import Tables
-from chatspace_lab.runtime.watch import watch_owner
+from chatspace_lab.runtime.watch import tell_stage, watch_owner
 
 PROBE_TOKENS = 8
 
@@ -201,12 +201,14 @@ def _wrap_load_model() -> None:
 
     @functools.wraps(load_model)
     def load_model_and_install(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tell_stage(1)
         result = load_model(self, *args, **kwargs)
         if self.vllm_config.parallel_config.worker_extension_cls == wire.EXTENSION:
             try:
                 _install(self)
             except Exception as error:  # noqa: BLE001 - raised here, vLLM would tell the kernel only that something failed
                 self.chatspace_lab_failure = error
+            tell_stage(2)
         return result
 
     load_model_and_install.chatspace_lab = True  # type: ignore[attr-defined]

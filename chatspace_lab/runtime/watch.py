@@ -1,4 +1,4 @@
-"""Ends the engine when the process that owns it is gone.
+"""What a worker has to do with the process that owns it: tell how far its start is, and end when it is gone.
 
 vLLM's engine process does not notice that its parent was killed: it idles on, its pipes held open.
 """
@@ -13,6 +13,14 @@ import threading
 import psutil
 
 from chatspace_lab import wire
+
+
+def tell_stage(stage: int) -> None:
+    """Tell the owner how far this worker's start is: an index of ``wire.STAGES``."""
+    path = os.environ.get(wire.STAGE_FILE)
+    if path is not None:
+        with contextlib.suppress(OSError), open(path, "r+b", buffering=0) as file:  # the owner may be gone
+            file.write(bytes([stage]))
 
 
 def watch_owner() -> None:

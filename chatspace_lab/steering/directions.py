@@ -44,7 +44,7 @@ class DirectionSet:
         given = {} if directions is None else directions
         if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
             raise RequestError("directions: expected a dict of name to vector")
-        per_layer = any(isinstance(vector, Mapping) or hasattr(vector, "at") for vector in given.values())
+        per_layer = any(is_per_layer(vector) for vector in given.values())
         rows = [
             [_unit(name, vector, layer, hidden_size) for name, vector in given.items()]
             for layer in (chosen if per_layer else chosen[:1])
@@ -54,16 +54,30 @@ class DirectionSet:
         return cls(tuple(given), chosen, units)
 
 
+def is_per_layer(vector: Any) -> bool:
+    """Whether ``vector`` holds one per layer: a dict, or an object with ``layers`` and ``at(layer)``."""
+    return isinstance(vector, Mapping) or (hasattr(vector, "at") and hasattr(vector, "layers"))
+
+
+def at_layer(vector: Any, layer: int, what: str) -> Any:
+    """Return what ``vector`` holds for a layer, or the vector itself where it is the same for all.
+
+    Raises
+    ------
+    RequestError
+        If there is none for that layer.
+    """
+    if not is_per_layer(vector):
+        return vector
+    known = sorted(vector if isinstance(vector, Mapping) else vector.layers)
+    if layer not in known:
+        raise RequestError(f"{what} has no vector for layer {layer}, only for {known}")
+    return vector[layer] if isinstance(vector, Mapping) else vector.at(layer)
+
+
 def _unit(name: str, vector: Any, layer: int, hidden_size: int) -> torch.Tensor:
-    if isinstance(vector, Mapping):
-        if layer not in vector:
-            raise RequestError(f"directions[{name!r}] has no vector for layer {layer}, only for {sorted(vector)}")
-        vector = vector[layer]
-    elif hasattr(vector, "at"):
-        vector = vector.at(layer)
-    unit = as_direction(vector, f"directions[{name!r}]")
+    what = f"directions[{name!r}]"
+    unit = as_direction(at_layer(vector, layer, what), what)
     if unit.numel() != hidden_size:
-        raise SteeringError(
-            f"directions[{name!r}] has {unit.numel()} entries, this model's hidden_size is {hidden_size}"
-        )
+        raise SteeringError(f"{what} has {unit.numel()} entries, this model's hidden_size is {hidden_size}")
     return unit

@@ -1,0 +1,354 @@
+"""The lab's async side: the model's own coroutines, and the verbs for exploring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from chatspace_lab.analysis.dose import scale_for_dose
+from chatspace_lab.chat import ChatResponse, check_conversation
+from chatspace_lab.engine.model import VLLMSteerModel
+from chatspace_lab.errors import RequestError, SessionError
+from chatspace_lab.session import store
+from chatspace_lab.session.collect import Collection, asked, one_sample
+from chatspace_lab.session.history import History
+from chatspace_lab.session.job import CURRENT
+from chatspace_lab.session.pooled import PooledActivations
+from chatspace_lab.session.sweep import Grid, as_layers, lay_out, vector_at
+from chatspace_lab.steering.specs import AblationSpec, AddSpec, Operation, ProjectionCapSpec, SteeringSpec
+from chatspace_lab.steering.where import Where
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+class AsyncLab:
+    """What :class:`LabSession` does, for use with ``await``.
+
+    Every public method and attribute of the model is here too, under its own name: ``await lab.aio.generate(…)``.
+
+    Attributes
+    ----------
+    model : VLLMSteerModel
+        The engine.
+    history : History
+        Every request since the lab was made.
+    norms : dict of int to float
+        Mean residual norm per layer on the prompt that was measured last (:meth:`measure`, :meth:`sweep`).
+    measured_on : str or None
+        That prompt.
+    """
+
+    def __init__(self, model: VLLMSteerModel) -> None:
+        self.model = model
+        self.history = History()
+        self.norms: dict[int, float] = {}
+        self.measured_on: str | None = None
+        model.observe(self.history)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "model":
+            raise AttributeError(name)
+        return getattr(self.model, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *(name for name in dir(self.model) if not name.startswith("_"))})
+
+    # -- steering ----------------------------------------------------------------------------------------------------
+
+    async def steer(
+        self, layers: int | Sequence[int], vector: Any, scale: float | None = None, *, dose: float | None = None
+    ) -> None:
+        """Add a vector at one or several layers from now on, in place of what was added there before.
+
+        Parameters
+        ----------
+        layers
+            Changed all at once.
+        vector
+            ``[hidden_size]``, or one per layer: ``{layer: vector}``, or a direction of the analysis.
+        scale
+            Factor on the vector's own length; 1 if neither is given.
+        dose
+            In place of ``scale``: the added norm as a fraction of the mean residual norm at that layer, on the prompt
+            that was measured last.
+
+        Raises
+        ------
+        SteeringError, RequestError, SessionError
+        """
+        if scale is not None and dose is not None:
+            raise RequestError("steer: give scale or dose, not both")
+        chosen = as_layers(layers, self.model.layer_count, "steer")
+        operations: dict[int, Operation] = {}
+        for layer in chosen:
+            here = vector_at(vector, layer, self.model.hidden_size, "steer")
+            if dose is None:
+                operations[layer] = AddSpec(here, 1.0 if scale is None else scale)
+            elif not self.norms:
+                raise SessionError(
+                    "steer: a dose needs the residual's norm: lab.measure(prompt) first, or give a scale"
+                )
+            else:
+                operations[layer] = AddSpec(here, scale_for_dose(dose, here, layer, self.norms))
+        await self._set(operations)
+
+    async def cap(
+        self,
+        layers: int | Sequence[int],
+        vector: Any,
+        min: float | None = None,  # noqa: A002
+        max: float | None = None,  # noqa: A002
+    ) -> None:
+        """Clamp the component along a vector to ``[min, max]`` at one or several layers from now on."""
+        chosen = as_layers(layers, self.model.layer_count, "cap")
+        await self._set({at: ProjectionCapSpec(self._vector(vector, at, "cap"), min, max) for at in chosen})
+
+    async def ablate(self, layers: int | Sequence[int], vector: Any, scale: float = 0.0) -> None:
+        """Multiply the component along a vector by ``scale`` at one or several layers from now on."""
+        chosen = as_layers(layers, self.model.layer_count, "ablate")
+        await self._set({at: AblationSpec(self._vector(vector, at, "ablate"), scale) for at in chosen})
+
+    async def clear(self, layers: int | Sequence[int] | None = None) -> None:
+        """Remove all session-wide steering at some layers; at all with None."""
+        chosen = range(self.model.layer_count) if layers is None else as_layers(layers, self.model.layer_count, "clear")
+
+        def without(spec: SteeringSpec) -> SteeringSpec:
+            for layer in chosen:
+                spec = spec.with_layer(layer, None)
+            return spec
+
+        await self.model.update_steering_spec(without)
+
+    def _vector(self, vector: Any, layer: int, what: str) -> Any:
+        return vector_at(vector, layer, self.model.hidden_size, what)
+
+    async def _set(self, operations: Mapping[int, Operation]) -> None:
+        def update(spec: SteeringSpec) -> SteeringSpec:
+            for layer, operation in operations.items():
+                here = spec.layers.get(layer)
+                alone = SteeringSpec.at(layer, operation).layers[layer]
+                spec = spec.with_layer(layer, here.with_operation(operation) if here else alone)
+            return spec
+
+        await self.model.update_steering_spec(update)
+
+    # -- asking ------------------------------------------------------------------------------------------------------
+
+    async def ask(self, text: str, *, system: str | None = None, **options: Any) -> ChatResponse:
+        """Answer one user message; ``options`` as for ``chat``, without captures and raw output."""
+        for name in ("capture_layers", "raw_output"):
+            if options.get(name):
+                raise RequestError(f"ask: {name} is an argument of chat")
+        messages = [{"role": "user", "content": text}]
+        if system is not None:
+            messages.insert(0, {"role": "system", "content": system})
+        answers = await self.model.chat(messages, **options)
+        found: ChatResponse = answers[0]
+        return found
+
+    async def measure(self, prompt: Any, *, chat_options: dict[str, Any] | None = None) -> pd.DataFrame:
+        """Measure the residual stream's norm on a prompt, unsteered; doses are relative to it from now on.
+
+        Parameters
+        ----------
+        prompt
+            Text, token ids, or a conversation.
+
+        Returns
+        -------
+        pandas.DataFrame
+            ``layer`` and ``norm``: the mean over the prompt's tokens, without the first, which collects attention and
+            is many times longer than the others.
+        """
+        await self._measure(self._prepare(prompt, chat_options, max_tokens=1), asked(prompt))
+        import pandas as pd
+
+        return pd.DataFrame({"layer": list(self.norms), "norm": list(self.norms.values())})
+
+    def _prepare(self, prompt: Any, chat_options: dict[str, Any] | None, **sampling: Any) -> Any:
+        chat = isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Mapping)
+        if chat:
+            check_conversation(prompt)
+        found = self.model.prepare(prompt, chat=chat, chat_options=chat_options, **sampling)
+        if len(found) != 1:
+            raise RequestError(f"expected one prompt or one conversation, got {len(found)}")
+        return found[0]
+
+    async def _measure(self, prompt: Any, name: str) -> None:
+        ids = prompt.token_ids
+        where = Where.span(1, len(ids)) if len(ids) > 1 else Where("prompt")
+        _, [handle] = await self.model.generate(
+            prompt,
+            temperature=0.0,
+            max_tokens=1,
+            steering=SteeringSpec.none(),
+            capture_layers=range(self.model.layer_count),
+            capture_where=where,
+        )
+        async with handle:
+            readings = await handle.read()
+        self.norms = dict(zip(readings.layers, map(float, readings.norm.mean(axis=1)), strict=True))
+        self.measured_on = name
+
+    async def sweep(
+        self,
+        prompt: Any,
+        layers: int | Sequence[int],
+        vector: Any,
+        scales: Iterable[float],
+        *,
+        operation: str = "add",
+        read_layer: int | None = None,
+        perplexity: bool = True,
+        chat_options: dict[str, Any] | None = None,
+        max_tokens: int = 48,
+        temperature: float = 0.0,
+        **sampling: Any,
+    ) -> pd.DataFrame:
+        """Run every layer with every scale as one batch, each request steered by itself.
+
+        The session-wide steering is left out. Interrupted, ``lab.partial`` has the finished part.
+
+        Parameters
+        ----------
+        prompt
+            Text, token ids, or a conversation.
+        layers, scales
+            The grid, layer by layer.
+        vector
+            ``[hidden_size]``, or one per layer.
+        operation
+            ``"add"``, or ``"ablate"`` (then a scale multiplies the component).
+        read_layer
+            Layer at which the projection is read; None is the steered layer.
+        perplexity
+            Whether to score each answer by the unsteered model, a prefill each.
+        max_tokens, temperature, sampling
+            As for ``generate``.
+
+        Returns
+        -------
+        pandas.DataFrame
+            ``layer``, ``scale``, ``dose`` (added norm over the mean residual norm at that layer on this prompt),
+            ``text``, ``projection`` (mean over the answer's tokens of x·u, u the vector's direction), ``perplexity``
+            (of the answer under the unsteered model), ``repetition`` (share of repeated 3-grams), ``tokens`` and
+            ``finish_reason``. ``frame.attrs["norms"]`` has the residual norms.
+        """
+        one_sample("sweep", sampling)
+        cells = lay_out(self.model, layers, vector, scales, operation)
+        if read_layer is not None:
+            [read_layer] = as_layers(read_layer, self.model.layer_count, "sweep: read_layer")
+        sampling = {"max_tokens": max_tokens, "temperature": temperature, **sampling}
+        prepared = self._prepare(prompt, chat_options, **sampling)
+        await self._measure(prepared, asked(prompt))
+        grid = Grid(
+            self.model,
+            prepared,
+            cells,
+            operation=operation,
+            read_layer=read_layer,
+            norms=self.norms,
+            perplexity=perplexity,
+            sampling=sampling,
+        )
+        job = CURRENT.get()
+        if job is not None:
+            job.expect(1 + len(cells) * (2 if perplexity else 1))
+            job.partial = grid.frame
+        return await grid.run()
+
+    async def capture(
+        self,
+        prompts: Sequence[Any],
+        layers: int | Sequence[int],
+        reduce: str = "last",
+        *,
+        directions: Mapping[str, Any] | None = None,
+        where: Where | str = "prompt",
+        steering: SteeringSpec | None = None,
+        chat_options: dict[str, Any] | None = None,
+        max_tokens: int = 1,
+        temperature: float = 0.0,
+        **sampling: Any,
+    ) -> PooledActivations | pd.DataFrame:
+        """Run many prompts and keep of each only a reduction of its activations, made where they are.
+
+        Interrupted, ``lab.partial`` has the finished part.
+
+        Parameters
+        ----------
+        prompts
+            Prompts, or conversations; thousands are fine.
+        layers
+            To capture.
+        reduce
+            ``"last"``: the last chosen token. ``"mean"``: the mean over the chosen tokens. ``"norm"``: each token's
+            norm. ``"projection"``: and its projections on ``directions``.
+        directions
+            ``{name: vector}``, with ``"projection"``.
+        where
+            Which tokens: ``"prompt"``, ``"answer"``, ``"all"``, ``Where.messages(…)``, ``Where.span(…)``.
+        steering
+            For all of them; None is what is in force now.
+        max_tokens, temperature, sampling
+            As for ``generate``. An answer of n tokens has n − 1 rows.
+
+        Returns
+        -------
+        PooledActivations
+            With ``"last"`` and ``"mean"``: ``[prompts, layers, hidden_size]`` float32 with labels.
+        pandas.DataFrame
+            With ``"norm"`` and ``"projection"``: a row per prompt, layer and token, as ``analysis.token_frame``.
+        """
+        if isinstance(prompts, str | Mapping) or not isinstance(prompts, Sequence):
+            raise RequestError("capture: prompts is a list of prompts or of conversations")
+        collection = Collection(
+            self.model,
+            self.history,
+            prompts,
+            as_layers(layers, self.model.layer_count, "capture"),
+            reduce,
+            directions=directions,
+            where=where,
+            steering=self.model.export_steering_spec() if steering is None else steering,
+            chat_options=chat_options,
+            sampling={"max_tokens": max_tokens, "temperature": temperature, **sampling},
+        )
+        job = CURRENT.get()
+        if job is not None:
+            job.expect(len(prompts))
+            job.partial = collection.result
+        return await collection.run()
+
+    # -- keeping -----------------------------------------------------------------------------------------------------
+
+    async def save(self, folder: str | Path) -> Path:
+        """Write history and session-wide steering to a folder, as JSON and safetensors. Returns the folder."""
+        model = {
+            "model_name": self.model.model_name,
+            "hidden_size": self.model.hidden_size,
+            "layer_count": self.model.layer_count,
+        }
+        return store.save(folder, model, self.model.export_steering_spec(), self.history)
+
+    async def load(self, folder: str | Path) -> None:
+        """Bring back a saved session: its steering is in force, and its runs stand in the history, numbered anew.
+
+        Raises
+        ------
+        SessionError
+            If there is none, it is damaged, or it was saved with a model of another shape. Nothing is changed then.
+        """
+        described, steering, runs = store.load(folder)
+        for name in ("hidden_size", "layer_count"):
+            if described[name] != getattr(self.model, name):
+                raise SessionError(
+                    f"{folder} was saved with {described['model_name']} ({name} {described[name]}); this model has "
+                    f"{getattr(self.model, name)}"
+                )
+        await self.model.apply_steering_spec(steering)
+        for run in runs:
+            if self.history.find(run.request_id) is None:
+                self.history.add(run)

@@ -1,0 +1,193 @@
+"""Activations of thousands of prompts in bounded memory: each is reduced in the worker, and its rows freed, at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from chatspace_lab.analysis.frames import readings_frame
+from chatspace_lab.capture import CaptureHandle
+from chatspace_lab.engine.model import VLLMSteerModel
+from chatspace_lab.errors import RequestError
+from chatspace_lab.readings import POOLS, Readings
+from chatspace_lab.session.history import History
+from chatspace_lab.session.pooled import PooledActivations
+from chatspace_lab.spans import rank
+from chatspace_lab.steering.directions import DirectionSet
+from chatspace_lab.steering.specs import SteeringSpec
+from chatspace_lab.steering.where import Where
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+REDUCTIONS = (*POOLS, "norm", "projection")
+AT_ONCE = 256
+"""Requests under way together, at most."""
+
+
+class Row(NamedTuple):
+    """What is kept of one prompt."""
+
+    values: np.ndarray | Readings
+    rows: int
+    prompt_len: int
+    locations: Any
+    request_id: str
+    text: str
+    tokens: int
+
+
+class Collection:
+    """A batch of captures under way.
+
+    Parameters
+    ----------
+    model, history
+        Runs the prompts; takes note of readings.
+    prompts
+        Each one a prompt, or each one a conversation; all are checked here, before any runs.
+    layers, reduce, directions, where, steering, chat_options, sampling
+        As for :meth:`chatspace_lab.session.aio.AsyncLab.capture`.
+
+    Raises
+    ------
+    RequestError, SteeringError, MessageLocationError
+        Naming what cannot be used.
+    """
+
+    def __init__(
+        self,
+        model: VLLMSteerModel,
+        history: History,
+        prompts: Sequence[Any],
+        layers: Sequence[int],
+        reduce: str,
+        *,
+        directions: Mapping[str, Any] | None,
+        where: Where | str,
+        steering: SteeringSpec,
+        chat_options: dict[str, Any] | None,
+        sampling: dict[str, Any],
+    ) -> None:
+        if reduce not in REDUCTIONS:
+            raise RequestError(f"capture: reduce is one of {', '.join(REDUCTIONS)}, got {reduce!r}")
+        if reduce == "projection" and not directions:
+            raise RequestError("capture: reduce='projection' needs directions={name: vector}")
+        if directions and reduce != "projection":
+            raise RequestError(f"capture: directions go with reduce='projection', not {reduce!r}")
+        self._model, self._history, self._layers, self._reduce = model, history, list(layers), reduce
+        self._directions = directions
+        DirectionSet.of(directions, layers, model.hidden_size)  # checked before anything runs
+        one_sample("capture", sampling)
+        chat = _is_chat(prompts)
+        self._names = [asked(prompt) for prompt in prompts]
+        self._options = {"capture_layers": self._layers, "capture_where": where, **sampling}
+        self._prompts = model.prepare(list(prompts), chat=chat, chat_options=chat_options, **self._options)
+        self._options["steering"] = steering
+        self._kept: dict[int, Row] = {}
+
+    async def run(self) -> Any:
+        """Run everything, so many at once as memory allows. What is finished stays, also when this is cancelled."""
+        waiting = iter(range(len(self._prompts)))
+        workers = [asyncio.ensure_future(self._work(waiting)) for _ in range(min(AT_ONCE, len(self._prompts)))]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+        return self.result()
+
+    async def _work(self, waiting: Any) -> None:
+        for index in waiting:
+            await self._one(index)
+
+    async def _one(self, index: int) -> None:
+        [text], [handle] = await self._model.generate(self._prompts[index], **self._options)
+        async with handle:
+            self._kept[index] = await self._row(text, handle)
+
+    async def _row(self, text: str, handle: CaptureHandle) -> Row:
+        values: np.ndarray | Readings
+        if self._reduce in POOLS:
+            values = (await handle.pool(self._reduce)).numpy()
+        else:
+            values = await handle.read(self._directions)
+            self._history.attach(handle.request_id, values)
+        rows = rank(handle.spans, handle.computed)
+        found = handle.prompt_len, handle.message_locations, handle.request_id, text, handle.generated_len
+        return Row(values, rows, *found)
+
+    def result(self) -> PooledActivations | pd.DataFrame:
+        """Return what is finished, in the order of the prompts."""
+        kept = sorted(self._kept.items())
+        if self._reduce in POOLS:
+            return self._pooled(kept)
+        return self._frame(kept)
+
+    def _pooled(self, kept: list[tuple[int, Row]]) -> PooledActivations:
+        import pandas as pd
+
+        labels = pd.DataFrame(
+            [(at, self._names[at], row.text, row.prompt_len, row.tokens, row.rows) for at, row in kept],
+            columns=["prompt_index", "asked", "text", "prompt_tokens", "tokens", "rows"],
+        )
+        empty = np.empty((0, len(self._layers), self._model.hidden_size), dtype=np.float32)
+        values = np.stack([np.asarray(row.values) for _, row in kept]) if kept else empty
+        return PooledActivations(values, tuple(self._layers), labels, self._reduce)
+
+    def _frame(self, kept: list[tuple[int, Row]]) -> pd.DataFrame:
+        import pandas as pd
+
+        frames = [
+            readings_frame(
+                row.values,
+                prompt_len=row.prompt_len,
+                tokenizer=self._model.tokenizer,
+                locations=row.locations,
+                request=row.request_id,
+                prompt_index=at,
+            )
+            for at, row in kept
+            if isinstance(row.values, Readings)
+        ]
+        return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
+
+
+def asked(prompt: Any) -> str:
+    """Return what to call a prompt: its text, or the last message's."""
+    if isinstance(prompt, str):
+        return prompt
+    if _is_conversation(prompt):
+        return str(prompt[-1].get("content") or "")
+    ids = prompt["prompt_token_ids"] if isinstance(prompt, Mapping) else prompt
+    return f"{len(ids)} token ids"
+
+
+def one_sample(what: str, sampling: Mapping[str, Any]) -> None:
+    """Check that a prompt is answered once.
+
+    Raises
+    ------
+    RequestError
+    """
+    if sampling.get("n", 1) != 1:
+        raise RequestError(f"{what}: n={sampling['n']} is not supported here; repeat the prompt instead")
+
+
+def _is_conversation(prompt: Any) -> bool:
+    return (
+        isinstance(prompt, Sequence) and not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
+    )
+
+
+def _is_chat(prompts: Sequence[Any]) -> bool:
+    if not prompts:
+        raise RequestError("capture: there are no prompts")
+    kinds = {_is_conversation(prompt) for prompt in prompts}
+    if len(kinds) > 1:
+        raise RequestError("capture: the prompts are mixed; give only prompts, or only conversations")
+    return kinds.pop()

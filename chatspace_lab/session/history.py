@@ -1,0 +1,279 @@
+"""Every request that the engine was given, and what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from chatspace_lab.engine.requests import Submission
+from chatspace_lab.engine.stream import StreamDelta
+from chatspace_lab.readings import Readings
+from chatspace_lab.session import job as jobs
+from chatspace_lab.steering.specs import AblationSpec, AddSpec, Operation, SteeringSpec
+from chatspace_lab.steering.where import Where, as_where
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+LIMIT = 10_000
+"""Runs kept; the oldest go first."""
+
+
+@dataclass
+class Run:
+    """One request.
+
+    Attributes
+    ----------
+    number
+        Counts from 0.
+    request_id
+        The engine's name for it.
+    started
+        When, in ISO 8601, UTC.
+    kind
+        ``"generate"`` or ``"chat"``.
+    prompt
+        Text that was given, or the rendered conversation; None if only token ids were given.
+    messages
+        The conversation; None if there was none.
+    prompt_token_ids, token_ids
+        Of the prompt and of the answer.
+    steering
+        In force for this request.
+    sampling
+        Sampling parameters that are not vLLM's defaults.
+    capture_layers
+        Empty if nothing was captured or read.
+    text
+        The answer so far.
+    status
+        ``"running"``, ``"done"``, ``"aborted"`` (interrupted, cancelled, or a stream that was left) or ``"failed"``.
+    finish_reason
+        ``"stop"`` or ``"length"`` when done.
+    error
+        Why it failed.
+    seconds
+        From its start to its end.
+    readings
+        Norms and projections that were read while it ran, or by a capture that reduces to them.
+    """
+
+    number: int
+    request_id: str
+    started: str
+    kind: str
+    prompt: str | None
+    messages: list[dict[str, Any]] | None
+    prompt_token_ids: list[int]
+    steering: SteeringSpec
+    sampling: dict[str, Any]
+    capture_layers: list[int]
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    status: str = "running"
+    finish_reason: str | None = None
+    error: str | None = None
+    seconds: float = 0.0
+    readings: Readings | None = None
+
+    @property
+    def asked(self) -> str:
+        """What to call it: the last message's content, or the prompt."""
+        if self.messages:
+            return str(self.messages[-1].get("content") or "")
+        return self.prompt if self.prompt is not None else f"{len(self.prompt_token_ids)} token ids"
+
+
+class History:
+    """Runs, oldest first. ``history[-1]`` is the newest; :meth:`frame` is a table.
+
+    Parameters
+    ----------
+    limit
+        Runs kept.
+    """
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        self._limit = limit
+        self._runs: dict[str, Run] = {}
+        self._open: dict[str, tuple[Run, float, jobs.Job | None]] = {}
+        self._lock = threading.Lock()
+        self._count = 0
+
+    # -- told by the engine's client, on its loop --------------------------------------------------------------------
+
+    def began(self, submission: Submission) -> None:
+        """Note a request."""
+        prompt, chat = submission.prompt, submission.prompt.chat
+        job = jobs.CURRENT.get()
+        run = Run(
+            number=self._count,
+            request_id=submission.request_id,
+            started=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
+            kind="chat" if chat else "generate",
+            prompt=prompt.text,
+            messages=chat.messages if chat else None,
+            prompt_token_ids=list(prompt.token_ids),
+            steering=submission.spec,
+            sampling=sampling_of(submission.params),
+            capture_layers=list(submission.handle.layer_indices) if submission.handle else [],
+        )
+        self.add(run)
+        self._open[submission.request_id] = run, time.perf_counter(), job
+        if job is not None:
+            job.began(run)
+
+    def received(self, submission: Submission, piece: StreamDelta) -> None:
+        """Note a piece."""
+        run, _, job = self._open[submission.request_id]
+        run.text += piece.text
+        run.token_ids.extend(piece.token_ids)
+        run.finish_reason = piece.finish_reason or run.finish_reason
+        if job is not None:
+            job.tokens += len(piece.token_ids)
+
+    def read(self, submission: Submission, readings: Readings) -> None:
+        """Note readings."""
+        self.attach(submission.request_id, readings)
+
+    def ended(self, submission: Submission, error: BaseException | None) -> None:
+        """Note the end."""
+        run, start, job = self._open.pop(submission.request_id)
+        run.seconds = time.perf_counter() - start
+        if error is None:
+            run.status = "done"
+        elif isinstance(error, asyncio.CancelledError):
+            run.status = "aborted"
+        else:
+            run.status, run.error = "failed", f"{type(error).__name__}: {error}"
+        if job is not None:
+            job.ended()
+
+    # -- read by the user, in any thread -----------------------------------------------------------------------------
+
+    def add(self, run: Run) -> None:
+        """Append a run, numbered next."""
+        with self._lock:
+            run.number = self._count
+            self._count += 1
+            self._runs[run.request_id] = run
+            while len(self._runs) > self._limit:
+                del self._runs[next(iter(self._runs))]
+
+    def attach(self, request_id: str, readings: Readings) -> None:
+        """Add readings to a run; those that it has come before them."""
+        run = self.find(request_id)
+        if run is not None:
+            run.readings = readings if run.readings is None else Readings.join([run.readings, readings])
+
+    def find(self, request_id: str) -> Run | None:
+        """Return the run of a request, or None if it is gone."""
+        return self._runs.get(request_id)
+
+    @property
+    def runs(self) -> list[Run]:
+        """A copy of the list."""
+        with self._lock:
+            return list(self._runs.values())
+
+    def clear(self) -> None:
+        """Forget all runs that have ended."""
+        with self._lock:
+            self._runs = {key: run for key, run in self._runs.items() if run.status == "running"}
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def __iter__(self) -> Iterator[Run]:
+        return iter(self.runs)
+
+    def __getitem__(self, index: int) -> Run:
+        return self.runs[index]
+
+    def frame(self) -> pd.DataFrame:
+        """Return a row per run: what was asked, how it was steered and sampled, and what came."""
+        import pandas as pd
+
+        columns = [
+            "run", "started", "kind", "status", "asked", "steering", "sampling", "prompt_tokens", "tokens", "text",
+            "finish_reason", "seconds", "capture_layers", "readings", "error",
+        ]  # fmt: skip
+        rows = [
+            (
+                run.number, run.started, run.kind, run.status, run.asked, describe(run.steering), run.sampling,
+                len(run.prompt_token_ids), len(run.token_ids), run.text, run.finish_reason, run.seconds,
+                run.capture_layers, 0 if run.readings is None else len(run.readings), run.error,
+            )
+            for run in self.runs
+        ]  # fmt: skip
+        return pd.DataFrame(rows, columns=columns).set_index("run")
+
+    def _repr_html_(self) -> str:
+        return str(self.frame()._repr_html_())
+
+
+def sampling_of(params: Any) -> dict[str, Any]:
+    """Return the fields of ``vllm.SamplingParams`` that differ from its defaults, as plain data."""
+    from vllm import SamplingParams
+
+    plain = SamplingParams()
+    fields = [name for name in params.__struct_fields__ if not name.startswith("_")]
+    own = ("output_kind", "extra_args", "skip_reading_prefix_cache")
+    found = {name: getattr(params, name) for name in fields if name not in own}
+    return {name: _plain(value) for name, value in found.items() if value != getattr(plain, name)}
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [_plain(each) for each in value]
+    return repr(value)
+
+
+def describe(spec: SteeringSpec) -> str:
+    """Return a spec in a few words: ``add 8·v (|v| 2.1) @ 6–9; cap [-4, 6.5] @ 12``."""
+    if not spec:
+        return "none"
+    layers: dict[str, list[int]] = {}
+    for layer, operation in spec:
+        layers.setdefault(describe_operation(operation), []).append(layer)
+    parts = [f"{what} @ {ranges(at)}" for what, at in layers.items()]
+    where = as_where(spec.where)
+    return "; ".join(parts) + ("" if where == Where() else f" on {describe_where(where)}")
+
+
+def describe_operation(operation: Operation) -> str:
+    """Return one operation in a few words."""
+    if isinstance(operation, AddSpec):
+        return f"add {operation.scale:g}·v (|v| {operation.vector.norm().item():.3g})"
+    if isinstance(operation, AblationSpec):
+        return f"ablate to {operation.scale:g}"
+    low = "−∞" if operation.min is None else f"{operation.min:g}"
+    high = "∞" if operation.max is None else f"{operation.max:g}"
+    return f"cap [{low}, {high}]"
+
+
+def describe_where(where: Where) -> str:
+    """Return a choice of positions in a few words."""
+    what = where.part if not where.indices else f"{where.part} {', '.join(map(str, where.indices))}"
+    return what if where.special_tokens else f"{what} without special tokens"
+
+
+def ranges(layers: list[int]) -> str:
+    """Return layer numbers with runs joined: ``3, 6–9``."""
+    parts: list[list[int]] = []
+    for layer in sorted(set(layers)):
+        if parts and parts[-1][-1] == layer - 1:
+            parts[-1].append(layer)
+        else:
+            parts.append([layer])
+    return ", ".join(f"{part[0]}–{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)

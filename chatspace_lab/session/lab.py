@@ -1,0 +1,332 @@
+"""The lab in a notebook: one running engine per kernel, and a blocking twin of everything that can be awaited."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from chatspace_lab.chat import ChatResponse
+from chatspace_lab.engine.config import VLLMSteeringConfig
+from chatspace_lab.engine.model import VLLMSteerModel
+from chatspace_lab.errors import EngineDeadError, SessionError
+from chatspace_lab.models import DEMO_NAME
+from chatspace_lab.session.aio import AsyncLab
+from chatspace_lab.session.card import card
+from chatspace_lab.session.history import History, Run, describe
+from chatspace_lab.session.job import CURRENT, Bar, Job
+from chatspace_lab.session.start import StartDisplay, find_model
+from chatspace_lab.session.stream import LabStream
+from chatspace_lab.steering.specs import SteeringSpec
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from chatspace_lab.capture import CaptureHandle
+
+T = TypeVar("T")
+
+_running: list[LabSession] = []
+_making = threading.RLock()
+
+
+class LabSession:
+    """An engine that lives in this kernel, with blocking methods.
+
+    Every coroutine of :class:`VLLMSteerModel` and :class:`AsyncLab` has a twin here with the same name and arguments;
+    :attr:`aio` is the async side. Calls work in a cell, a callback, a coroutine and a thread. The stop button (Ctrl-C)
+    aborts the request within a second; what had come by then is in :attr:`partial`, and the engine is ready again.
+
+    Making a lab a second time with the same arguments, as a cell that is run again does, returns the running one.
+
+    Parameters
+    ----------
+    model
+        A folder or a name on the Hugging Face hub; a configuration; a running model, which becomes this lab's; or None
+        for the packaged demo model.
+    bootstrap_layers, enforce_eager
+        As for :class:`VLLMSteerModel`.
+    replace
+        Close a lab that runs with other arguments first.
+    beside
+        Start this one beside others; a kernel may hold several, if the machine can.
+    options
+        Of :class:`VLLMSteeringConfig`.
+
+    Attributes
+    ----------
+    aio : AsyncLab
+        The async side.
+    history : History
+        Every request, as a list; ``lab.history.frame()`` is a table.
+    partial
+        What the last interrupted call had: texts, answers, or the finished part of a sweep or a capture.
+    norms : dict of int to float
+        Mean residual norm per layer on the prompt that was measured last.
+
+    Raises
+    ------
+    SessionError
+        If a lab runs with other arguments; says with which, and how to replace it.
+    ConfigError, UnsupportedError, EngineStartError
+        If the engine cannot be started. Nothing is left running then.
+    """
+
+    aio: AsyncLab
+    partial: Any
+
+    def __new__(
+        cls,
+        model: VLLMSteerModel | VLLMSteeringConfig | str | None = None,
+        *,
+        bootstrap_layers: Iterable[int] = (),
+        enforce_eager: bool | None = None,
+        replace: bool = False,
+        beside: bool = False,
+        **options: Any,
+    ) -> LabSession:
+        """Return the running lab with these arguments, or start one."""
+        key = {"model": model, "bootstrap_layers": list(bootstrap_layers), "enforce_eager": enforce_eager, **options}
+        with _making:
+            for lab in _running:
+                if lab._key == key and not replace:
+                    if lab.is_alive:
+                        return lab
+                    lab.close()  # its engine died
+            others = list(_running)
+            if others and replace:
+                for lab in others:
+                    lab.close()
+            elif others and not beside:
+                raise SessionError(
+                    f"a lab runs already in this kernel: {others[0]!r}, made by {others[0]._made_by}. Use that one, "
+                    f"close it (lab.close()), replace it (LabSession(…, replace=True)), or start this one beside it "
+                    f"(beside=True)"
+                )
+            lab = super().__new__(cls)
+            lab._start(key, model, list(bootstrap_layers), enforce_eager, options)
+            _running.append(lab)
+            return lab
+
+    def _start(
+        self, key: dict[str, Any], model: Any, bootstrap_layers: list[int], eager: bool | None, options: dict[str, Any]
+    ) -> None:
+        if isinstance(model, VLLMSteerModel):
+            if options or bootstrap_layers or eager is not None:
+                raise SessionError("LabSession: a running model takes no further arguments")
+            started = model
+        else:
+            name = model.model_name if isinstance(model, VLLMSteeringConfig) else model
+            with StartDisplay(DEMO_NAME if name is None else str(name)) as display:
+                found = find_model(name, display.show)
+                if isinstance(model, VLLMSteeringConfig):
+                    if options:
+                        raise SessionError("LabSession: give a configuration or its options, not both")
+                    config = model
+                else:
+                    config = VLLMSteeringConfig(found, **{"use_tqdm_on_load": False, **options})
+                started = VLLMSteerModel(
+                    config, bootstrap_layers=bootstrap_layers, enforce_eager=eager, progress=display.show
+                )
+        self._key = key
+        self._name = DEMO_NAME if model is None else started.model_name
+        self._model = started
+        self._loop = started._loop
+        self._closed = False
+        self.aio = AsyncLab(started)
+        self.partial = None
+
+    # -- facts -------------------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> VLLMSteerModel:
+        """The engine."""
+        return self._model
+
+    @property
+    def history(self) -> History:
+        """Every request since the lab was made."""
+        return self.aio.history
+
+    @property
+    def norms(self) -> dict[int, float]:
+        """Mean residual norm per layer on the prompt that was measured last; empty before."""
+        return self.aio.norms
+
+    @property
+    def model_name(self) -> str:
+        """Name or folder, as the engine was given it."""
+        return self._model.model_name
+
+    @property
+    def layer_count(self) -> int:
+        """Number of decoder blocks."""
+        return self._model.layer_count
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        return self._model.hidden_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of a prompt and its answer, together."""
+        return self._model.max_model_len
+
+    @property
+    def tokenizer(self) -> Any:
+        """The Hugging Face tokenizer."""
+        return self._model.tokenizer
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine runs."""
+        return not self._closed and self._model.is_alive
+
+    @property
+    def _made_by(self) -> str:
+        model = self._key["model"]
+        given = [] if model is None else [repr(model.model_name if hasattr(model, "model_name") else model)]
+        given += [
+            f"{name}={value!r}" for name, value in self._key.items() if name != "model" and value not in (None, [])
+        ]
+        return f"LabSession({', '.join(given)})"
+
+    # -- blocking ----------------------------------------------------------------------------------------------------
+
+    def _call(self, title: str, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run a coroutine on the engine's loop and wait, with a bar if it takes long."""
+        job = Job(title)
+        mark = CURRENT.set(job)  # inherited by the tasks of this call
+        try:
+            with Bar(job) as bar:
+                return self._loop.call(make(), tick=bar.tick)
+        except KeyboardInterrupt:
+            self._keep(job)
+            raise
+        finally:
+            CURRENT.reset(mark)
+
+    def _keep(self, job: Job) -> None:
+        if job.partial is not None:
+            self.partial = job.partial()
+        elif job.runs:
+            self.partial = [_answer(run) for run in job.runs]
+        else:
+            return
+        print("interrupted: what had come by then is in lab.partial", file=sys.stderr)
+
+    @contextlib.contextmanager
+    def steering(self, spec: SteeringSpec) -> Iterator[None]:
+        """Steer by ``spec`` inside the block; what was in force before comes back, whatever ends the block."""
+        block = self._model.steering(spec)
+        self._loop.call(block.__aenter__())
+        try:
+            yield
+        finally:
+            self._loop.call(block.__aexit__(None, None, None))
+
+    def export_steering_spec(self) -> SteeringSpec:
+        """Return the session-wide steering in force."""
+        return self._model.export_steering_spec()
+
+    def set_target_layer(self, layer_idx: int) -> None:
+        """Choose the layer of :meth:`set_vector`."""
+        self._model.set_target_layer(layer_idx)
+
+    def frame(
+        self,
+        handles: CaptureHandle | Sequence[CaptureHandle],
+        directions: Mapping[str, Any] | None = None,
+        layers: Sequence[int] | int | None = None,
+    ) -> pd.DataFrame:
+        """Return the token frame of captures (``analysis.token_frame``), fetched first if need be."""
+        from chatspace_lab.analysis.frames import token_frame
+        from chatspace_lab.capture import CaptureHandle
+
+        several = [handles] if isinstance(handles, CaptureHandle) else list(handles)
+        self._call("fetch", lambda: self._model.fetch_captures_batch(several))
+        return token_frame(several, self.tokenizer, directions, layers)
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Stop the engine and free all it held. Again is fine."""
+        with _making:
+            if self in _running:
+                _running.remove(self)
+        self._closed = True
+        self._model.close()
+
+    def __enter__(self) -> LabSession:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        if self._closed:
+            return f"LabSession({self._name!r}, closed)"
+        if not self.is_alive:
+            return f"LabSession({self._name!r}, its engine has died)"
+        return (
+            f"LabSession({self._name!r}, {self.layer_count} layers, steering: {describe(self.export_steering_spec())})"
+        )
+
+    def _repr_html_(self) -> str:
+        stats = None
+        if self.is_alive:
+            with contextlib.suppress(EngineDeadError):
+                stats = self._loop.call(self._model.stats())
+        return card(self, self._name, stats)
+
+    @classmethod
+    def running(cls) -> list[LabSession]:
+        """Return the labs of this kernel."""
+        return list(_running)
+
+
+def _answer(run: Run) -> Any:
+    if run.messages is None:
+        return run.text
+    continued = run.messages[-1]["role"] == "assistant"
+    return ChatResponse(run.text, run.messages[-1]["content"] if continued else "", run.finish_reason)
+
+
+def _twin(name: str, function: Any) -> Any:
+    @functools.wraps(function)
+    def method(self: LabSession, *args: Any, **kwargs: Any) -> Any:
+        return self._call(name, lambda: getattr(self.aio, name)(*args, **kwargs))
+
+    method.__qualname__ = f"LabSession.{name}"
+    method.__doc__ = f"Blocking twin of ``await lab.aio.{name}(…)``.\n\n{inspect.getdoc(function)}"
+    return method
+
+
+def _stream_twin(name: str, function: Any) -> Any:
+    @functools.wraps(function)
+    def method(self: LabSession, *args: Any, **kwargs: Any) -> LabStream:
+        return LabStream(self, getattr(self._model, name)(*args, **kwargs))
+
+    method.__qualname__ = f"LabSession.{name}"
+    method.__doc__ = f"Blocking twin of ``lab.aio.{name}(…)``, for a plain ``for`` loop.\n\n{inspect.getdoc(function)}"
+    return method
+
+
+def _add_twins() -> None:
+    for name in ("stream", "stream_chat"):
+        setattr(LabSession, name, _stream_twin(name, getattr(VLLMSteerModel, name)))
+    for source in (VLLMSteerModel, AsyncLab):
+        for name, function in inspect.getmembers(source, inspect.iscoroutinefunction):
+            if not name.startswith("_") and name != "aclose":  # close() is its twin
+                setattr(LabSession, name, _twin(name, function))
+
+
+_add_twins()

@@ -1,0 +1,109 @@
+"""What is shown while an engine starts: one line that changes, in a notebook and in a terminal."""
+
+from __future__ import annotations
+
+import html
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from chatspace_lab.errors import EngineStartError
+
+DOWNLOAD = "downloading the model"
+DEMO = "making the demo model (once)"
+PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
+"""What is fetched of a model on the Hugging Face hub."""
+
+
+class StartDisplay:
+    """Shows a stage and the seconds since the start; the last line stays."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._begun = time.monotonic()
+        self._stage = ""
+        self._shown = ""
+        self._handle: Any = None
+
+    def __enter__(self) -> StartDisplay:
+        return self
+
+    def show(self, stage: str) -> None:
+        """Say what is being done. Cheap to call again and again."""
+        self._stage = stage
+        line = f"chatspace-lab · {self._name} · {stage} · {time.monotonic() - self._begun:.0f} s"
+        if line != self._shown:
+            self._draw(line, stage)
+            self._shown = line
+
+    def _draw(self, line: str, stage: str) -> None:
+        if _in_notebook():
+            from IPython.display import HTML, display
+
+            content = HTML(f'<span style="font-family: monospace; opacity: 0.8">{html.escape(line)}</span>')
+            if self._handle is None:
+                self._handle = display(content, display_id=True)
+            else:
+                self._handle.update(content)
+        elif sys.stderr.isatty():
+            print(f"\r\x1b[2K{line}", end="", file=sys.stderr, flush=True)
+        elif f" {stage} " not in self._shown:  # a log file: a line per stage
+            print(line, file=sys.stderr, flush=True)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is not None and self._stage:
+            self.show(f"{'interrupted' if issubclass(kind, KeyboardInterrupt) else 'failed'} while {self._stage}")
+        if not _in_notebook() and sys.stderr.isatty():
+            print(file=sys.stderr)
+
+
+def _in_notebook() -> bool:
+    """Whether output goes to a Jupyter front end."""
+    if "IPython" not in sys.modules:
+        return False
+    from IPython.core.getipython import get_ipython
+
+    return hasattr(get_ipython(), "kernel")
+
+
+def find_model(name: str | None, show: Any) -> str:
+    """Return a folder or name that the engine can load: None is the demo model; a hub model is downloaded first.
+
+    Raises
+    ------
+    ConfigError
+        If the name looks like a folder that is not there.
+    EngineStartError
+        If it cannot be downloaded.
+    """
+    from chatspace_lab.models import chosen_model, demo_is_made
+
+    if name is None and not demo_is_made():
+        show(DEMO)
+    found = chosen_model(name)
+    if not Path(found).is_dir():
+        _download(found, show)
+    return found
+
+
+def _download(name: str, show: Any) -> None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        snapshot_download(name, allow_patterns=PATTERNS, local_files_only=True)
+    except LocalEntryNotFoundError:
+        show(DOWNLOAD)
+        try:
+            snapshot_download(name, allow_patterns=PATTERNS)  # shows bars of its own
+        except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+            raise EngineStartError(
+                f"cannot download {name} from the Hugging Face hub ({type(error).__name__}): give a model's folder, or "
+                f"check the name and the network"
+            ) from error
+    except HFValidationError as error:
+        raise EngineStartError(f"{name!r} is neither a folder nor a model's name on the Hugging Face hub") from error
