@@ -7,10 +7,12 @@ import os
 
 import psutil
 import pytest
+import torch
 
+from chatspace_lab import AddSpec, ProjectionCapSpec, SteeringSpec, VLLMSteerModel
 from chatspace_lab.errors import EngineDeadError
 from tests.conftest import children, started, unfinished
-from tests.oracle import Oracle
+from tests.oracle import Oracle, error
 from tests.scheduler.test_paths import ALL, GREEDY, check, fingerprints, generate, spec
 from tests.tiny import build
 
@@ -61,3 +63,27 @@ def test_rows_and_tokens_as_with_one_worker_and_the_end_of_one(folder: str) -> N
     with started(folder, skip_tokenizer_init=True, max_model_len=256) as again:  # the same process starts anew
         _, [handle] = generate(again, prompts[0], max_tokens=4, capture_layers=ALL)
         check(handle, hf, None)
+
+
+def test_three_workers_of_the_demo_model(demo_model_path: str, hf: Oracle, model: VLLMSteerModel) -> None:
+    """Its nine heads are three for each: rows as Hugging Face's, and the text of one worker."""
+    generator = torch.Generator().manual_seed(4)
+    v, u = torch.randn(2, model.hidden_size, generator=generator)
+    used = [SteeringSpec.none(), SteeringSpec.at([7, 20], AddSpec(v, 8.0), ProjectionCapSpec(u, -1.0, 1.0))]
+    prompts = ["The capital of France is", "Rivers carry water from the mountains to"]
+    asked = [(prompt, spec) for prompt in prompts for spec in used]
+    options = {"temperature": 0.0, "max_tokens": 12, "steering": [spec for _, spec in asked]}
+    alone = asyncio.run(model.generate([prompt for prompt, _ in asked], **options))
+    with started(demo_model_path, max_model_len=128, tensor_parallel_size=3) as three:
+        texts, handles = asyncio.run(
+            three.generate([prompt for prompt, _ in asked], **options, capture_layers=range(three.layer_count))
+        )
+        asyncio.run(three.fetch_captures_batch(handles))
+        digests = three._loop.call(three._client.rpc("chatspace_lab_digest"))
+        assert (len(digests), len(set(digests))) == (3, 1)
+    assert texts == alone
+    for (_, spec), handle in zip(asked, handles, strict=True):
+        residuals = hf.residuals(handle.token_ids, spec)
+        for layer in handle.layer_indices:
+            assert len(handle.captures[layer]) == 3
+            assert error(handle.hidden(layer), residuals[layer]) < 1e-4, layer
