@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from sklearn.linear_model import LogisticRegression
+from threadpoolctl import threadpool_limits
 
 from chatspace_lab.analysis.direction import Direction
 from chatspace_lab.analysis.samples import Samples, paired
@@ -140,6 +141,8 @@ def _difference(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 def _principal(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     # The first right singular vector is the first component of the differences with both signs: their mean is zero.
     differences = left - right
+    if not differences.any():
+        return np.zeros(left.shape[1])
     axis = np.linalg.svd(differences, full_matrices=False)[2][0]
     return np.asarray(axis if (differences @ axis).sum() >= 0 else -axis)
 
@@ -168,11 +171,12 @@ def _build(
                 f"layer {layer}: positive and negative are the same on average, so there is no direction"
             )
         left, right, basis = _reduced(left, right)
-        vectors[layer] = (fit(left, right) @ basis).astype(np.float32)
-        auc[layer] = _held_out(fit, left, right, plan)
-        chance = _shuffled(fit, left, right, plan)
+        with threadpool_limits(1):  # matrices this small are slower on several threads
+            vectors[layer] = (fit(left, right) @ basis).astype(np.float32)
+            auc[layer] = _held_out(fit, left, right, plan)
+            chance = _shuffled(fit, left, right, plan)
+            half[layer] = _split_half(fit, left, right, plan)
         shuffled[layer], high[layer] = float(chance.mean()), float(np.quantile(chance, 0.95))
-        half[layer] = _split_half(fit, left, right, plan)
     made = {"pairs": pairs, "folds": min(plan.folds, pairs), "shuffles": plan.shuffles, "splits": plan.splits}
     source = {} if isinstance(positive, Mapping) else {"tokens": tokens}
     return Direction(
@@ -212,7 +216,7 @@ def _held_out(fit: Fit, left: np.ndarray, right: np.ndarray, plan: _Plan) -> flo
 def _auc(left: np.ndarray, right: np.ndarray) -> float:
     """Return the share of (left, right) couples with left above right, ties half: the area under the ROC curve.
 
-    scikit-learn's function gives the same number in a thousand times the time that so few samples need.
+    scikit-learn's function gives the same number; with so few samples nearly all of its time goes to checking them.
     """
     return float((np.greater.outer(left, right) + 0.5 * np.equal.outer(left, right)).mean())
 

@@ -24,7 +24,7 @@ def message_norm_bars(messages: pd.DataFrame, value: str = "norm") -> go.Figure:
     AnalysisError
         If a column is missing.
     """
-    need(messages, ["request", "layer", "label", "tokens", "problem", value], "message_norm_bars")
+    need(messages, ["request", "layer", "message", "label", "tokens", "problem", value], "message_norm_bars")
     several = messages["request"].nunique() > 1
     groups = list(messages.groupby(["request", "layer"] if several else ["layer"], sort=False))
     figure = go.Figure()
@@ -54,7 +54,7 @@ def message_norm_bars(messages: pd.DataFrame, value: str = "norm") -> go.Figure:
         )
     said = "norm of the mean activation (residual units)" if value == "norm_of_mean" else f"mean {axis_name(value)}"
     finish(figure, f"{said.split(' (')[0]} per message", "message (index and role)", said)
-    figure.update_xaxes(type="category", categoryorder="array")
-    figure.update_xaxes(categoryarray=[escape(label) for label in dict.fromkeys(messages["label"])])
+    order = messages.sort_values("message", kind="stable", na_position="last")["label"]  # the answer comes last
+    figure.update_xaxes(type="category", categoryorder="array", categoryarray=list(map(escape, dict.fromkeys(order))))
     figure.update_layout(barmode="group")
     return figure

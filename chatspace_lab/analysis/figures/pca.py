@@ -44,4 +44,4 @@ def pca_scatter(places: pd.DataFrame, *, across: int = 1, up: int = 2, title: st
         f"PC {number} ({100 * places[f'explained{number}'].iloc[0]:.0f} % of the variance, residual units)"
         for number in (across, up)
     ]
-    return finish(figure, title, *names, height=520)
+    return finish(figure, title, *names, height=520).update_xaxes(zeroline=True)

@@ -69,7 +69,7 @@ def finish(figure: go.Figure, title: str, x: str, y: str, *, height: int = 420, 
         showlegend=True,
     )
     axis = {"gridcolor": GRID, "zerolinecolor": INK, "linecolor": INK, "automargin": True}
-    figure.update_xaxes(**axis, title_text=escape(x))
+    figure.update_xaxes(**axis, title_text=escape(x), zeroline=False)
     figure.update_yaxes(**axis, title_text=escape(y))
     return figure
 

@@ -66,6 +66,7 @@ def dose_response(sweep: pd.DataFrame, *, x: str | None = None) -> Figure:
             )
     finish(figure, f"response to the {across}", "", "", height=160 + 190 * len(panels))
     named = {"dose": "dose (scale · |vector| / mean residual norm)", "scale": "scale (times the vector)"}
+    figure.update_xaxes(zeroline=True)
     figure.update_xaxes(title_text=escape(named.get(across, across)), row=len(panels), col=1)
     for row, column in enumerate(panels, start=1):
         figure.update_yaxes(title_text=_PANELS[column], row=row, col=1)

@@ -30,6 +30,7 @@ def projection_lines(
     layer: int,
     direction: str | None = None,
     value: str | None = None,
+    first_token: bool = False,
 ) -> go.Figure:
     """Draw the projection on a direction per token: baseline grey and dashed, steered in colour, messages as bands.
 
@@ -45,6 +46,8 @@ def projection_lines(
         Name of the direction; may be left out if the frame has only one.
     value
         Another column in place of the projection: ``"cosine_NAME"`` or ``"norm"``.
+    first_token
+        Whether to draw the token at position 0, whose activation in most models dwarfs all others. The axis says so.
 
     Raises
     ------
@@ -60,9 +63,10 @@ def projection_lines(
             continue
         need(run, ["request", "layer", "position", "token_id", "token", "role", "message", column], "projection_lines")
         one(run, "request", f"projection_lines ({name})")
-        chosen = run[run["layer"] == layer].sort_values("position")
+        chosen = run[(run["layer"] == layer) & (first_token | (run["position"] > 0))].sort_values("position")
         if chosen.empty:
-            raise AnalysisError(f"{name}: layer {layer} is not in the frame, only {sorted(run['layer'].unique())}")
+            layers = sorted(int(at) for at in run["layer"].unique())
+            raise AnalysisError(f"{name}: no token of layer {layer} to draw; the frame has layers {layers}")
         figure.add_scatter(
             x=chosen["position"],
             y=chosen[column],
@@ -77,8 +81,8 @@ def projection_lines(
     for index, (role, start, end) in enumerate(_bands(chosen)):
         label = {"annotation_text": escape(role), "annotation_position": "top left"} if end - start > 1 else {}
         figure.add_vrect(start - 0.5, end + 0.5, fillcolor=BAND[index % 2], line_width=0, layer="below", **label)
-    said = axis_name(column)
-    finish(figure, f"{said.split(' (')[0]} per token, layer {layer}", "token (by position)", said)
+    said, where = axis_name(column), "token (by position)" if first_token else "token (by position, the first left out)"
+    finish(figure, f"{said.split(' (')[0]} per token, layer {layer}", where, said)
     figure.update_xaxes(**ticks([int(at) for at in chosen["position"]], _texts(chosen)), showgrid=False)
     figure.update_yaxes(zeroline=True)
     return figure

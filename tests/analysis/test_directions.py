@@ -1,0 +1,249 @@
+"""Directions found in samples where one was planted, and not found where there is none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from sklearn.decomposition import PCA
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import roc_auc_score
+
+from chatspace_lab.analysis import (
+    Direction,
+    difference_of_means,
+    logistic_probe,
+    pca_frame,
+    pca_of_differences,
+    samples_of,
+)
+from chatspace_lab.analysis.fit import _auc
+from chatspace_lab.errors import AnalysisError, SteeringError
+from tests.analysis.handles import handle
+
+METHODS = (difference_of_means, pca_of_differences, logistic_probe)
+PAIRS, HIDDEN = 48, 96
+NOISE, FAINT, STRONG = 0, 1, 2  # the layers, by how far the two sides are apart
+
+
+def planted() -> tuple[dict[int, np.ndarray], dict[int, np.ndarray], np.ndarray]:
+    random = np.random.default_rng(5)
+    unit = random.normal(size=HIDDEN)
+    unit /= np.linalg.norm(unit)
+    positive, negative = {}, {}
+    for layer, apart in ((NOISE, 0.0), (FAINT, 1.5), (STRONG, 30.0)):
+        topic = 5 * random.normal(size=(PAIRS, HIDDEN))  # what both sides of a pair share
+        negative[layer] = topic * 0.2 + random.normal(size=(PAIRS, HIDDEN))
+        positive[layer] = topic * 0.2 + random.normal(size=(PAIRS, HIDDEN)) + apart * unit
+    return positive, negative, unit
+
+
+@pytest.fixture(scope="module")
+def samples() -> tuple[dict[int, np.ndarray], dict[int, np.ndarray], np.ndarray]:
+    return planted()
+
+
+@pytest.fixture(scope="module", params=METHODS, ids=lambda method: method.__name__)
+def found(request: pytest.FixtureRequest, samples: tuple) -> tuple[Direction, np.ndarray]:
+    positive, negative, unit = samples
+    return request.param(positive, negative, name="planted", seed=1), unit
+
+
+def test_the_planted_direction_is_found(found: tuple[Direction, np.ndarray]) -> None:
+    direction, unit = found
+    assert float(direction.at(STRONG) @ torch.from_numpy(unit).float()) > 0.99
+    assert direction.auc[STRONG] == 1.0
+    assert direction.split_half[STRONG] > 0.97
+    assert abs(direction.shuffled[STRONG] - 0.5) < 0.1
+    assert direction.shuffled[STRONG] < direction.shuffled_high[STRONG] < 0.85
+    assert direction.norms[STRONG] == pytest.approx(30.0, rel=0.1)
+    choice = direction.best_layer()
+    assert (choice.layer, choice.trusted) == (STRONG, True)
+    assert "AUC 1.000 on held-out pairs" in choice.reason
+    for layer in direction.layers:
+        assert float(direction.at(layer).norm()) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_noise_is_no_direction(found: tuple[Direction, np.ndarray]) -> None:
+    direction, _ = found
+    assert abs(direction.auc[NOISE] - 0.5) < 0.2
+    assert abs(direction.shuffled[NOISE] - 0.5) < 0.1
+    assert abs(direction.split_half[NOISE]) < 0.3
+    assert abs(direction.auc[NOISE] - 0.5) < abs(direction.auc[STRONG] - 0.5)
+
+
+def test_noise_alone_is_not_trusted(samples: tuple) -> None:
+    positive, negative, _ = samples
+    choice = difference_of_means(positive, negative, layers=NOISE).best_layer()
+    assert not choice.trusted
+    assert "trust" in choice.reason
+
+
+def test_values_by_hand() -> None:
+    positive = {4: [[3.0, 1.0], [3.0, -1.0], [5.0, 1.0], [5.0, -1.0]]}
+    negative = {4: [[1.0, 5.0], [1.0, 3.0], [3.0, 5.0], [3.0, 3.0]]}
+    direction = difference_of_means(positive, negative, folds=2)
+    assert direction.norms[4] == pytest.approx(np.sqrt(20))  # (2, −4)
+    assert direction.raw(4).tolist() == pytest.approx([2, -4])
+    assert direction.at(4).tolist() == pytest.approx([1 / np.sqrt(5), -2 / np.sqrt(5)])
+    assert (direction.auc[4], direction.split_half[4]) == (1.0, pytest.approx(1.0))
+    assert direction.details == {"pairs": 4, "folds": 2, "shuffles": 20, "splits": 10, "seed": 0}
+
+
+def test_against_scikit_learn(samples: tuple) -> None:
+    """Turning each layer into a basis of its span loses nothing, and the quick ones give scikit-learn's numbers."""
+    positive, negative, _ = samples
+    for layer in (FAINT, STRONG):
+        left, right = positive[layer][:20], negative[layer][:20]  # fewer samples than dimensions
+        axis = PCA(1, svd_solver="full").fit(np.concatenate([left - right, right - left])).components_[0]
+        ours = pca_of_differences({0: left}, {0: right}, shuffles=1, splits=1).at(0).numpy()
+        assert abs(axis @ ours) == pytest.approx(1.0, abs=1e-5)
+        both = np.concatenate([left, right]) - np.concatenate([left, right]).mean(axis=0)
+        scaled = both / np.sqrt((both**2).sum(axis=1).mean())
+        weights = LogisticRegression(C=0.5, tol=1e-8, max_iter=5000).fit(scaled, [1] * 20 + [0] * 20).coef_[0]
+        ours = logistic_probe({0: left}, {0: right}, regularisation=0.5, shuffles=1, splits=1).at(0).numpy()
+        assert weights @ ours / np.linalg.norm(weights) == pytest.approx(1.0, abs=1e-4)
+    scores = np.random.default_rng(0).integers(0, 5, size=(2, 30)).astype(float)  # with many ties
+    assert _auc(*scores) == pytest.approx(roc_auc_score([1] * 30 + [0] * 30, scores.reshape(-1)))
+
+
+def test_the_seed_decides(samples: tuple) -> None:
+    positive, negative, _ = samples
+    first, again, other = (difference_of_means(positive, negative, layers=FAINT, seed=seed) for seed in (3, 3, 4))
+    assert first.frame().equals(again.frame())
+    assert first.shuffled != other.shuffled
+    assert torch.equal(first.at(FAINT), other.at(FAINT))
+
+
+def test_any_kind_of_samples(samples: tuple) -> None:
+    positive, negative, _ = samples
+    wanted = difference_of_means(positive, negative, layers=[STRONG])
+    tensors = [{STRONG: torch.from_numpy(side[STRONG]).float()} for side in (positive, negative)]
+    assert torch.allclose(difference_of_means(*tensors).at(STRONG), wanted.at(STRONG), atol=1e-6)
+    handles = [
+        [handle(side[STRONG][[i, i, i]][None], prompt=[1, 2, 3], answer=[4], layers=(STRONG,)) for i in range(PAIRS)]
+        for side in (positive, negative)
+    ]
+    direction = difference_of_means(*handles, tokens="prompt")
+    assert torch.allclose(direction.at(STRONG), wanted.at(STRONG), atol=1e-6)
+    assert direction.details["tokens"] == "prompt"
+    with pytest.raises(AnalysisError, match=r"the answer .* was captured"):
+        difference_of_means(*handles, tokens="answer")
+
+
+def test_samples_of_handles() -> None:
+    rows = [[[9.0, 9.0], [1.0, 3.0], [3.0, 5.0], [4.0, 4.0], [6.0, 8.0]]]
+    made = [handle(rows, prompt=[1, 2, 3], answer=[4, 5, 6]), handle(rows, prompt=[1, 2, 3], answer=[4, 5, 6])]
+    assert samples_of(made)[3].tolist() == [[3, 5]] * 2
+    assert samples_of(made, "prompt")[3].tolist() == [[2, 4]] * 2
+    assert samples_of(made, "answer")[3].tolist() == [[5, 6]] * 2
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.__name__)
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda p, n: ({0: p[:3]}, {0: n[:3]}), "3 pairs are too few"),
+        (lambda p, n: ({0: p}, {0: n[:-1]}), r"positive is \[8, 5\] and negative \[7, 5\]"),
+        (lambda p, n: ({0: p}, {1: n}), r"positive has layers \[0\] and negative has layers \[1\]"),
+        (lambda p, n: ({0: p}, {0: p}), "the same on average"),
+        (lambda p, n: ({0: p[0]}, {0: n}), r"expected numbers of shape \[samples, hidden_size\]"),
+        (lambda p, n: ({0: np.where(p == p[2, 1], np.nan, p)}, {0: n}), r"samples \[2\] hold NaN"),
+        (lambda p, n: ({0: p}, {}), "negative is empty"),
+    ],
+)
+def test_what_cannot_be_fitted(method: Callable[..., Direction], spoil: Callable[..., tuple], said: str) -> None:
+    random = np.random.default_rng(0)
+    with pytest.raises(AnalysisError, match=said):
+        method(*spoil(random.normal(size=(8, 5)), random.normal(size=(8, 5))))
+
+
+def test_arguments(samples: tuple) -> None:
+    positive, negative, _ = samples
+    with pytest.raises(AnalysisError, match="at least 2 folds"):
+        difference_of_means(positive, negative, folds=1)
+    with pytest.raises(AnalysisError, match="regularisation"):
+        logistic_probe(positive, negative, regularisation=0.0)
+    with pytest.raises(AnalysisError, match=r"no samples of layers \[9\]"):
+        difference_of_means(positive, negative, layers=[9])
+
+
+def test_saved_and_loaded(samples: tuple, tmp_path: Path) -> None:
+    positive, negative, _ = samples
+    direction = difference_of_means(positive, negative, name="plänted")
+    direction.save(tmp_path / "folder" / "v1.2")
+    assert sorted(path.name for path in (tmp_path / "folder").iterdir()) == ["v1.2.json", "v1.2.safetensors"]
+    for ending in ("", ".json", ".safetensors"):
+        loaded = Direction.load(tmp_path / "folder" / f"v1.2{ending}")
+        assert loaded.frame().equals(direction.frame())
+        assert (loaded.name, loaded.method, loaded.details) == (direction.name, direction.method, direction.details)
+        assert all(torch.equal(loaded.at(layer), direction.at(layer)) for layer in direction.layers)
+    facts = tmp_path / "folder" / "v1.2.json"
+    content = json.loads(facts.read_text())
+    for spoilt in ({**content, "format": 99}, {**content, "auc": 3}, {"name": "x"}, {**content, "more": 1}):
+        facts.write_text(json.dumps(spoilt))
+        with pytest.raises(AnalysisError):
+            Direction.load(tmp_path / "folder" / "v1.2")
+    with pytest.raises(AnalysisError, match="no direction can be read"):
+        Direction.load(tmp_path / "nowhere")
+
+
+def test_a_direction_is_frozen_and_checked() -> None:
+    vector = torch.tensor([3.0, 4.0])
+    direction = Direction("d", {7: vector, 2: vector})
+    vector.zero_()
+    direction.at(2).zero_()
+    assert direction.at(2).tolist() == pytest.approx([0.6, 0.8])
+    assert direction.layers == (2, 7)
+    with pytest.raises(AttributeError):
+        direction.name = "other"  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        direction.vectors[2] = vector  # type: ignore[index]
+    with pytest.raises(AnalysisError, match=r"no vector for layer 3, only for \[2, 7\]"):
+        direction.at(3)
+    with pytest.raises(AnalysisError, match="raw length"):
+        direction.raw(2)
+    with pytest.raises(AnalysisError, match="was not tested"):
+        direction.best_layer()
+    with pytest.raises(SteeringError, match="zero"):
+        Direction("d", {2: vector})
+    for bad in ({"name": ""}, {"vectors": {}}, {"vectors": {0: [1.0], 1: [1.0, 2.0]}}, {"auc": {5: 1.0}}):
+        with pytest.raises(AnalysisError):
+            Direction(**{"name": "d", "vectors": {0: [1.0]}, **bad})
+
+
+def test_the_best_layer_is_the_one_whose_halves_agree() -> None:
+    vectors = dict.fromkeys(range(4), (1.0, 0.0))
+    known = {"auc": {0: 0.99, 1: 1.0, 2: 0.995, 3: 0.6}, "split_half": {0: 0.7, 1: 0.6, 2: 0.9, 3: 0.99}}
+    choice = Direction("d", vectors, shuffled_high=dict.fromkeys(range(4), 0.7), **known).best_layer()
+    assert (choice.layer, choice.trusted) == (2, True)
+    assert "3 layers are within 0.01" in choice.reason
+    apart = Direction("d", vectors, auc=known["auc"], split_half=dict.fromkeys(range(4), 0.1)).best_layer()
+    assert (apart.layer, apart.trusted) == (1, False)
+    assert "halves hardly agree" in apart.reason
+    chance = Direction("d", vectors, auc=known["auc"], shuffled_high=dict.fromkeys(range(4), 1.0)).best_layer()
+    assert not chance.trusted
+
+
+def test_pca_of_means() -> None:
+    """Four means in a plane: 8 of the 10 units of variance lie along (0, 1, 0)."""
+    means = {"a": [5.0, 2.0, 1.0], "b": [5.0, -2.0, 1.0], "c": [6.0, 0.0, 1.0], "d": [4.0, 0.0, 1.0]}
+    frame, axes = pca_frame(means, {"a": "one", "b": "one"})
+    assert frame["label"].tolist() == ["a", "b", "c", "d"]
+    assert frame["group"].tolist() == ["one", "one", "", ""]
+    assert frame["pc1"].tolist() == pytest.approx([2, -2, 0, 0])
+    assert frame["pc2"].tolist() == pytest.approx([0, 0, 1, -1])
+    assert frame["explained1"].tolist() == pytest.approx([0.8] * 4)
+    assert axes.tolist() == [pytest.approx([0, 1, 0]), pytest.approx([1, 0, 0])]
+    for bad, said in (
+        ({"a": [1.0], "b": [2.0]}, "2 vectors have at most 1 components"),
+        ({"a": [1.0], "b": [2.0, 1.0], "c": [1.0]}, "one length"),
+        ({"a": [np.nan], "b": [2.0], "c": [1.0]}, r"\['a'\] hold NaN"),
+        (dict.fromkeys("abc", (1.0, 2.0)), "all vectors are the same"),
+    ):
+        with pytest.raises(AnalysisError, match=said):
+            pca_frame(bad)
