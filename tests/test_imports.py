@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import chatspace_lab
-from chatspace_lab import errors
+from chatspace_lab import analysis, errors
 
 PACKAGE = Path(chatspace_lab.__file__).parent
 
@@ -40,12 +40,16 @@ LEVELS = [
 ]
 """Each may import itself and what stands before it. The package's own ``__init__`` only names things."""
 
-APART = {"runtime": {"chat", "capture", "steering"}}
-"""What a level may not import although it stands higher: the workers know nothing of what the user holds."""
+APART = {"runtime": {"chat", "capture", "steering"}, "analysis": {"runtime", "engine", "models"}}
+"""What a level may not import although it stands higher: the workers know nothing of what the user holds, and analysis
+knows no engine."""
 
 OUTSIDE = {
     "vllm": {"runtime", "engine", "bench"},
     "plotly": {"analysis"},
+    "kaleido": {"analysis"},
+    "sklearn": {"analysis"},
+    "pandas": {"analysis", "session", "panels"},
     "ipywidgets": {"panels"},
     "anywidget": {"panels"},
     "numba": {"runtime"},
@@ -112,7 +116,8 @@ made = []
 new = socket.socket.__init__
 socket.socket.__init__ = lambda self, *a, **k: made.append(self) or new(self, *a, **k)
 import {modules}
-heavy = [name for name in ("vllm", "plotly", "transformers", "numba", "ipywidgets", "torch") if name in sys.modules]
+names = ("vllm", "plotly", "pandas", "sklearn", "transformers", "numba", "ipywidgets", "torch")
+heavy = [name for name in names if name in sys.modules]
 print(heavy, threading.active_count() - before, len(made))
 """
 
@@ -127,7 +132,7 @@ def probe(names: str) -> str:
 
 def test_importing_the_package_does_nothing() -> None:
     assert probe("chatspace_lab") == "[] 0 0"
-    assert probe("chatspace_lab.errors, chatspace_lab.models") == "[] 0 0"
+    assert probe("chatspace_lab.errors, chatspace_lab.models, chatspace_lab.analysis") == "[] 0 0"
 
 
 def test_importing_what_users_name_loads_no_engine() -> None:
@@ -148,6 +153,22 @@ def test_every_public_name_resolves() -> None:
     namespace: dict[str, object] = {}
     exec("from chatspace_lab import *", namespace)
     assert set(chatspace_lab.__all__) <= set(namespace)
+
+
+def test_every_name_of_analysis_resolves() -> None:
+    assert analysis.__all__ == sorted(analysis._HOME)
+    for name in analysis.__all__:
+        assert inspect.getdoc(getattr(analysis, name)), f"{name} has no docstring"
+        assert name in dir(analysis)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = analysis.no_such_name
+
+
+def test_analysis_says_which_extra_it_needs() -> None:
+    program = "import sys; sys.modules['pandas'] = None; from chatspace_lab.analysis import token_frame"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert "token_frame needs pandas: pip install 'chatspace-lab[lab]'" in done.stderr
 
 
 def test_all_of_every_package_resolves() -> None:
@@ -189,9 +210,9 @@ def test_the_tree_of_errors_is_complete() -> None:
 def test_nothing_is_raised_that_users_could_not_catch() -> None:
     """Engine, steering, chat and captures raise errors of the tree, but for a call that is a mistake in a program."""
     ours = {name for name, value in vars(errors).items() if inspect.isclass(value)}
-    allowed = ours | {"StopAsyncIteration", "AttributeError"}
+    allowed = ours | {"StopAsyncIteration", "AttributeError", "ModuleNotFoundError"}
     for path in modules():
-        if level_of(path) not in ("engine", "steering", "chat", "capture"):
+        if level_of(path) not in ("engine", "steering", "chat", "capture", "analysis"):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and isinstance(node.exc.func, ast.Name):

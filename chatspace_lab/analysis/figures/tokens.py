@@ -79,7 +79,8 @@ def projection_lines(
             "<extra>%{fullData.name}</extra>",
         )
     for index, (role, start, end) in enumerate(_bands(chosen)):
-        label = {"annotation_text": escape(role), "annotation_position": "top left"} if end - start > 1 else {}
+        wide = end - start + 1 >= len(chosen) / 25  # a name on a narrower band would run into the next one
+        label = {"annotation_text": escape(role), "annotation_position": "top left"} if wide else {}
         figure.add_vrect(start - 0.5, end + 0.5, fillcolor=BAND[index % 2], line_width=0, layer="below", **label)
     said, where = axis_name(column), "token (by position)" if first_token else "token (by position, the first left out)"
     finish(figure, f"{said.split(' (')[0]} per token, layer {layer}", where, said)
