@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import pandas as pd
 
 from chatspace_lab.analysis.frames import token_frame
+from chatspace_lab.analysis.rows import as_layers
 from chatspace_lab.capture import CaptureHandle
 from chatspace_lab.errors import AnalysisError
 from chatspace_lab.steering.specs import AddSpec, ProjectionCapSpec, SteeringSpec
@@ -121,11 +122,11 @@ def dose_frame(
         ``"extreme"`` from 1.5, either sign).
     """
     known = residual_norms(norms)
-    chosen = list(known) if layers is None else [layers] if isinstance(layers, int) else list(layers)
-    records = []
+    chosen = tuple(known) if layers is None else as_layers(layers)
+    raw, records = list(scales), []
     for layer in chosen:
         length = _length(vector, layer)
-        for scale in list(scales):
+        for scale in raw:
             dose = dose_of_scale(scale, vector, layer, known)
             records.append((layer, float(scale), length, _norm(known, layer), dose, level_of(dose)))
     return pd.DataFrame(records, columns=["layer", "scale", "vector_norm", "residual_norm", "dose", "level"])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import TypeVar
 
 import numpy as np
@@ -15,18 +16,23 @@ T = TypeVar("T")
 CHOICES = ("last", "prompt", "answer", "all")
 
 
-def as_list(value: T | Sequence[T]) -> list[T]:
-    """Return one thing, or a sequence of them, as a list.
+def as_list(value: T | Iterable[T]) -> list[T]:
+    """Return one thing, or several, as a list.
 
     Raises
     ------
     AnalysisError
         If there is none.
     """
-    found = list(value) if isinstance(value, Sequence) else [value]
+    found = list(value) if isinstance(value, Iterable) else [value]
     if not found:
         raise AnalysisError("there is nothing to analyse: give at least one fetched capture handle")
     return found
+
+
+def as_layers(layers: Iterable[int] | int) -> tuple[int, ...]:
+    """Return one layer, or several, as a tuple of Python's own integers."""
+    return (int(layers),) if isinstance(layers, int | Integral) else tuple(int(layer) for layer in layers)
 
 
 def chosen_layers(handle: CaptureHandle, layers: Sequence[int] | int | None) -> tuple[int, ...]:
@@ -39,7 +45,7 @@ def chosen_layers(handle: CaptureHandle, layers: Sequence[int] | int | None) -> 
     """
     if layers is None:
         return handle.layer_indices
-    wanted = (layers,) if isinstance(layers, int) else tuple(layers)
+    wanted = as_layers(layers)
     missing = sorted(set(wanted) - set(handle.layer_indices))
     if missing or not wanted:
         raise AnalysisError(f"layers {missing} were not captured, only {list(handle.layer_indices)}")
@@ -71,8 +77,8 @@ def token_rows(handle: CaptureHandle, tokens: str | int) -> np.ndarray:
         If that message cannot be located.
     """
     positions = np.asarray(handle.positions, dtype=np.int64)
-    if isinstance(tokens, int):
-        boundary = handle.message_boundary(tokens)
+    if isinstance(tokens, Integral):
+        boundary = handle.message_boundary(int(tokens))
         rows = np.flatnonzero((positions >= boundary.start) & (positions < boundary.end))
         if len(rows) < boundary.num_tokens:
             raise AnalysisError(f"{len(rows)} of the {boundary.num_tokens} tokens of message {tokens} were captured")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from chatspace_lab.analysis.rows import as_list, chosen_layers, mean_activation
+from chatspace_lab.analysis.rows import as_layers, as_list, chosen_layers, mean_activation
 from chatspace_lab.capture import CaptureHandle
 from chatspace_lab.errors import AnalysisError
 
@@ -60,7 +60,7 @@ def paired(
     )
     if set(left) != set(right):
         raise AnalysisError(f"positive has layers {sorted(left)} and negative has layers {sorted(right)}")
-    wanted = sorted(left) if layers is None else [layers] if isinstance(layers, int) else list(layers)
+    wanted = sorted(left) if layers is None else as_layers(layers)
     missing = sorted(set(wanted) - set(left))
     if missing or not wanted:
         raise AnalysisError(f"no samples of layers {missing}, only of {sorted(left)}")

@@ -65,7 +65,7 @@ def test_both_ways() -> None:
 
 
 def test_beside_every_scale() -> None:
-    frame = dose_frame([-5.0, 0.0, 8.0], VECTOR, run())
+    frame = dose_frame((scale for scale in (-5.0, 0.0, 8.0)), VECTOR, run())
     assert frame["layer"].tolist() == [2, 2, 2, 6, 6, 6]
     assert frame["scale"].tolist() == [-5, 0, 8] * 2
     assert frame["vector_norm"].tolist() == [2.0] * 6

@@ -13,6 +13,7 @@ import torch
 
 from chatspace_lab import MessageBoundary, SteeringSpec, VLLMSteerModel
 from chatspace_lab.analysis import (
+    Direction,
     cosine_frame,
     directions_of,
     layer_frame,
@@ -80,7 +81,12 @@ def test_layers_and_requests() -> None:
         ("b", 7): 180,
     }
     assert frame[(frame.layer == 7) & (frame.request == "b")]["projection_d"].tolist() == [80, 8, 16, 4, 8, 10, 10]
-    assert set(token_frame(first, layers=7)["layer"]) == {7}
+    for chosen in (7, [7], np.int64(7), np.array([7])):
+        assert set(token_frame(first, layers=chosen)["layer"]) == {7}
+    alike = token_frame(iter([first]), directions={"d": Direction("d", {3: [2.0, 0.0], 7: [0.0, 2.0]})})
+    assert alike["projection_d"].tolist() == frame[frame.request == "a"]["projection_d"].tolist()
+    with pytest.raises(RequestError, match="no vector for layer 7"):
+        token_frame(first, directions={"d": Direction("d", {3: [2.0, 0.0]})})
     with pytest.raises(AnalysisError, match=r"layers \[4\] were not captured, only \[3, 7\]"):
         token_frame(first, layers=[3, 4])
     with pytest.raises(RequestError, match="no vector for layer 7"):
