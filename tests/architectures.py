@@ -1,6 +1,6 @@
 """Every architecture of tests/tiny.py in an engine of its own, beside Hugging Face; a table of what came of it.
 
-``python -m tests.architectures [names …] [--markdown FILE]``. The exit code is 1 if an architecture is neither right,
+``python -m tests.architectures [names …] [--markdown FILE] [--resume FILE]``. The exit code is 1 if an architecture is neither right,
 nor refused by name, nor one that plain vLLM cannot run here either.
 """
 
@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -221,23 +221,36 @@ def table(results: list[Result]) -> str:
     )
 
 
+def _read(file: Path) -> list[Result]:
+    return [Result(**json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
+
+
 def main() -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m tests.architectures", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(tiny.CONFIGS)}; all of them if none")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="where the table is written, too")
+    parser.add_argument(
+        "--resume", type=Path, metavar="FILE", help="results, a line each: those in it are taken over, new ones added"
+    )
     parser.add_argument("--timeout-s", type=float, default=300.0, help="for one engine (default: %(default)s)")
     arguments = parser.parse_args()
     unknown = [name for name in arguments.names if name not in tiny.CONFIGS]
     if unknown:
         parser.error(f"unknown: {', '.join(unknown)}")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    results = []
+    results = _read(arguments.resume) if arguments.resume is not None else []
+    known = {result.name for result in results}
     laboratory = Laboratory(arguments.timeout_s)
     for name in arguments.names or tiny.CONFIGS:
+        if name in known:
+            continue
         start = time.monotonic()
         results.append(examine(name, laboratory, arguments.timeout_s))
         print(f"{results[-1].row()} {time.monotonic() - start:.0f} s", flush=True)
+        if arguments.resume is not None:
+            with arguments.resume.open("a") as file:
+                file.write(json.dumps(asdict(results[-1])) + "\n")
     laboratory.close()
     print(f"\n{table(results)}")
     if arguments.markdown is not None:

@@ -71,8 +71,8 @@ def test_three_workers_of_the_demo_model(demo_model_path: str, hf: Oracle, model
     v, u = torch.randn(2, model.hidden_size, generator=generator)
     used = [SteeringSpec.none(), SteeringSpec.at([7, 20], AddSpec(v, 8.0), ProjectionCapSpec(u, -1.0, 1.0))]
     prompts = ["The capital of France is", "Rivers carry water from the mountains to"]
-    asked = [(prompt, spec) for prompt in prompts for spec in used]
-    options = {"temperature": 0.0, "max_tokens": 12, "steering": [spec for _, spec in asked]}
+    asked = [(prompt, steering) for prompt in prompts for steering in used]
+    options = {"temperature": 0.0, "max_tokens": 12, "steering": [steering for _, steering in asked]}
     alone = asyncio.run(model.generate([prompt for prompt, _ in asked], **options))
     with started(demo_model_path, max_model_len=128, tensor_parallel_size=3) as three:
         texts, handles = asyncio.run(
@@ -82,8 +82,8 @@ def test_three_workers_of_the_demo_model(demo_model_path: str, hf: Oracle, model
         digests = three._loop.call(three._client.rpc("chatspace_lab_digest"))
         assert (len(digests), len(set(digests))) == (3, 1)
     assert texts == alone
-    for (_, spec), handle in zip(asked, handles, strict=True):
-        residuals = hf.residuals(handle.token_ids, spec)
+    for (_, steering), handle in zip(asked, handles, strict=True):
+        residuals = hf.residuals(handle.token_ids, steering)
         for layer in handle.layer_indices:
             assert len(handle.captures[layer]) == 3
             assert error(handle.hidden(layer), residuals[layer]) < 1e-4, layer
