@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -123,6 +124,11 @@ class EngineClient:
         EngineStartError, UnsupportedError
             If it does not start; its processes are gone then.
         """
+        if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself finds out
+            raise errors.EngineStartError(
+                "the engine's processes import the main script again: put what it does under "
+                "`if __name__ == '__main__':`"
+            )
         version = check_vllm_version()
         kwargs = config.engine_kwargs(enforce_eager)
         with _starting:

@@ -265,3 +265,24 @@ def steering_per_prompt(steering: Steering, count: int) -> list[SteeringSpec | N
                 raise RequestError(f"steering[{index}]: expected SteeringSpec or None, got {type(spec).__name__}")
         return list(steering)
     raise RequestError(f"steering: expected a SteeringSpec, a list of them, or None, got {type(steering).__name__}")
+
+
+def sampling_of(params: Any) -> dict[str, Any]:
+    """Return the fields of ``vllm.SamplingParams`` that differ from its defaults, as plain data."""
+    from vllm import SamplingParams
+
+    plain = SamplingParams()
+    fields = [name for name in params.__struct_fields__ if not name.startswith("_")]
+    own = ("output_kind", "extra_args", "skip_reading_prefix_cache")
+    found = {name: getattr(params, name) for name in fields if name not in own}
+    return {name: _plain(value) for name, value in found.items() if value != getattr(plain, name)}
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [_plain(each) for each in value]
+    return repr(value)

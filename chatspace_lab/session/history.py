@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from chatspace_lab.engine.requests import Submission
+from chatspace_lab.engine.requests import Submission, sampling_of
 from chatspace_lab.engine.stream import StreamDelta
 from chatspace_lab.readings import Readings
 from chatspace_lab.session import job as jobs
@@ -216,27 +216,6 @@ class History:
 
     def _repr_html_(self) -> str:
         return str(self.frame()._repr_html_())
-
-
-def sampling_of(params: Any) -> dict[str, Any]:
-    """Return the fields of ``vllm.SamplingParams`` that differ from its defaults, as plain data."""
-    from vllm import SamplingParams
-
-    plain = SamplingParams()
-    fields = [name for name in params.__struct_fields__ if not name.startswith("_")]
-    own = ("output_kind", "extra_args", "skip_reading_prefix_cache")
-    found = {name: getattr(params, name) for name in fields if name not in own}
-    return {name: _plain(value) for name, value in found.items() if value != getattr(plain, name)}
-
-
-def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple | set):
-        return [_plain(each) for each in value]
-    return repr(value)
 
 
 def describe(spec: SteeringSpec) -> str:

@@ -1,0 +1,493 @@
+"""The lab in one process: its twins, verbs, sweeps, reductions, history and what it keeps when interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from chatspace_lab import AddSpec, ChatResponse, LabSession, SteeringSpec, VLLMSteerModel, Where
+from chatspace_lab.errors import PromptTooLongError, RequestError, SessionError, SteeringError
+from chatspace_lab.session import AsyncLab
+from tests.conftest import wait_until
+from tests.oracle import Oracle
+
+CHAT = [{"role": "user", "content": "Name a river in France."}]
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 12}
+
+
+@pytest.fixture
+def v(lab: LabSession) -> torch.Tensor:
+    return torch.randn(lab.hidden_size, generator=torch.Generator().manual_seed(5))
+
+
+def coroutines(source: type) -> dict[str, Any]:
+    found = inspect.getmembers(source, inspect.iscoroutinefunction)
+    return {name: function for name, function in found if not name.startswith("_")}
+
+
+def interrupted(lab: LabSession, call: Callable[[], Any], after: Callable[[], bool]) -> float:
+    """Press the stop button during ``call`` once ``after`` holds; return the seconds until it is left."""
+    pressed: list[float] = []
+
+    def press() -> None:
+        wait_until(after, timeout_s=60)
+        pressed.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    left = time.monotonic() - pressed[0]
+    thread.join()
+    return left
+
+
+# -- twins ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", [VLLMSteerModel, AsyncLab])
+def test_every_coroutine_has_a_blocking_twin(source: type) -> None:
+    names = coroutines(source)
+    assert len(names) >= 8
+    for name, function in names.items():
+        if name == "aclose":  # close() is its twin
+            continue
+        twin = getattr(LabSession, name)
+        assert inspect.signature(twin) == inspect.signature(function), name
+        assert not inspect.iscoroutinefunction(twin)
+        assert inspect.getdoc(function) in inspect.getdoc(twin)
+    for name in ("stream", "stream_chat", "steering", "export_steering_spec", "set_target_layer"):
+        ours, theirs = (inspect.signature(getattr(each, name)) for each in (LabSession, VLLMSteerModel))
+        assert ours.parameters == theirs.parameters, name
+    public = {name for name in dir(VLLMSteerModel) if not name.startswith("_")}
+    assert public - set(dir(LabSession)) == {"aclose", "facts", "memory", "observe", "prepare"}  # of the engine itself
+
+
+def test_twins_answer_as_the_coroutines_do(lab: LabSession, v: torch.Tensor) -> None:
+    async def awaited() -> list[Any]:
+        aio = lab.aio
+        found = [await aio.generate(["The river", "A day"], **GREEDY), await aio.chat(CHAT, **GREEDY)]
+        await aio.set_layer_vector(9, v, 4.0)
+        found.append(await aio.generate("The river", **GREEDY))
+        found.append(await aio.pop_steering_spec() if await aio.push_steering_spec(SteeringSpec.none()) else None)
+        await aio.pop_steering_spec()
+        found.append(aio.export_steering_spec())
+        async with aio.steering(SteeringSpec.at(3, AddSpec(v, 2.0))):
+            found.append(await aio.generate("The river", **GREEDY))
+        await aio.clear_all_vectors()
+        _, handles = await aio.chat(CHAT, capture_layers=[4], **GREEDY)
+        await aio.fetch_captures_batch(handles)
+        found.append(handles[0].hidden(4))
+        found.append([delta async for delta in aio.stream("The river", **GREEDY)][-1].finish_reason)
+        found.append(await aio.ask("Name a river in France.", **GREEDY))
+        return found
+
+    def blocking() -> list[Any]:
+        found = [lab.generate(["The river", "A day"], **GREEDY), lab.chat(CHAT, **GREEDY)]
+        lab.set_layer_vector(9, v, 4.0)
+        found.append(lab.generate("The river", **GREEDY))
+        found.append(lab.pop_steering_spec() if lab.push_steering_spec(SteeringSpec.none()) else None)
+        lab.pop_steering_spec()
+        found.append(lab.export_steering_spec())
+        with lab.steering(SteeringSpec.at(3, AddSpec(v, 2.0))):
+            found.append(lab.generate("The river", **GREEDY))
+        lab.clear_all_vectors()
+        _, handles = lab.chat(CHAT, capture_layers=[4], **GREEDY)
+        lab.fetch_captures_batch(handles)
+        found.append(handles[0].hidden(4))
+        found.append(list(lab.stream("The river", **GREEDY))[-1].finish_reason)
+        found.append(lab.ask("Name a river in France.", **GREEDY))
+        return found
+
+    theirs, ours = asyncio.run(awaited()), blocking()
+    for a, b in zip(theirs, ours, strict=True):
+        if isinstance(a, torch.Tensor):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
+        else:
+            assert a == b
+    assert ours[0][0] != ours[2][0] != ours[5][0]  # and the steering did something
+    assert ours[1][0] == ours[8]
+
+
+def test_a_block_restores_what_was_in_force_after_an_exception(lab: LabSession, v: torch.Tensor) -> None:
+    lab.steer(2, v)
+    with pytest.raises(ZeroDivisionError), lab.steering(SteeringSpec.at(3, AddSpec(v))):
+        assert list(lab.export_steering_spec().layers) == [3]
+        raise ZeroDivisionError
+    assert list(lab.export_steering_spec().layers) == [2]
+
+
+def test_calls_work_in_threads_and_inside_coroutines(lab: LabSession) -> None:
+    want = lab.generate("The river", **GREEDY)
+    found: list[Any] = []
+    threads = [threading.Thread(target=lambda: found.append(lab.generate("The river", **GREEDY))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+
+    async def inside() -> Any:
+        return lab.generate("The river", **GREEDY)
+
+    found.append(asyncio.run(inside()))
+    for thread in threads:
+        thread.join()
+    assert found == [want] * 4
+
+
+# -- one lab per kernel ----------------------------------------------------------------------------------------------
+
+
+def test_the_same_arguments_give_the_running_lab_and_others_say_so(lab: LabSession, demo_model_path: str) -> None:
+    again = LabSession(demo_model_path, dtype="float32", max_model_len=1024, kv_cache_memory_bytes=1 << 28)
+    assert again is lab
+    with pytest.raises(
+        SessionError, match=r"runs already.*max_model_len=1024.*lab\.close\(\).*replace=True.*beside=True"
+    ):
+        LabSession(demo_model_path, max_model_len=512)
+    assert LabSession.running() == [lab]
+    assert lab.generate("One", **GREEDY)
+
+
+def test_the_card_shows_model_steering_and_dose_and_the_repr_too(lab: LabSession, v: torch.Tensor) -> None:
+    assert "steering</td><td" in lab._repr_html_().replace("\n", "")
+    assert ">none<" in lab._repr_html_()
+    lab.measure("The river <b>runs</b>")
+    lab.steer([6, 7, 8], v, dose=0.5)
+    lab.cap(12, v, max=3.0)
+    shown = lab._repr_html_()
+    assert "LlamaForCausalLM, 30 layers × 576" in shown
+    assert "dose 0.50 @ 6" in shown
+    assert "cap [−∞, 3] @ 12" in shown
+    assert "&lt;b&gt;runs&lt;/b&gt;" in shown
+    assert "1 done" in shown
+    assert "cap [−∞, 3] @ 12" in repr(lab)
+
+
+# -- short forms -----------------------------------------------------------------------------------------------------
+
+
+def test_short_forms_change_the_session_wide_steering(lab: LabSession, v: torch.Tensor) -> None:
+    lab.steer([3, 4], v, 2.0)
+    lab.cap(4, -v, -1.0, 1.0)
+    lab.ablate([4, 9], {4: v, 9: 2 * v}, 0.5)
+    spec = lab.export_steering_spec()
+    assert [(layer, type(op).__name__) for layer, op in spec] == [
+        (3, "AddSpec"),
+        (4, "AddSpec"),
+        (4, "ProjectionCapSpec"),
+        (4, "AblationSpec"),
+        (9, "AblationSpec"),
+    ]
+    assert spec.layers[3].add.scale == 2.0
+    torch.testing.assert_close(spec.layers[4].projection_cap.vector, -v / v.norm())
+    lab.steer(3, v, 5.0)  # a cell that is run again replaces, it does not add up
+    assert lab.export_steering_spec().layers[3].add.scale == 5.0
+    lab.clear(4)
+    assert list(lab.export_steering_spec().layers) == [3, 9]
+    lab.clear()
+    assert not lab.export_steering_spec()
+
+
+def test_a_dose_is_a_fraction_of_the_measured_norm(lab: LabSession, v: torch.Tensor, hf: Oracle) -> None:
+    with pytest.raises(SessionError, match=r"lab\.measure\(prompt\) first"):
+        lab.steer(5, v, dose=0.5)
+    frame = lab.measure("The river runs to the sea")
+    ids = lab.tokenizer("The river runs to the sea")["input_ids"]
+    norms = hf.residuals(ids)[:, 1:].norm(dim=-1).mean(dim=-1)
+    np.testing.assert_allclose(frame["norm"], norms.numpy(), rtol=1e-4)
+    assert frame["layer"].tolist() == list(range(30))
+    lab.steer([5, 20], v, dose=-0.5)
+    for layer in (5, 20):
+        scale = lab.export_steering_spec().layers[layer].add.scale
+        assert scale * v.norm().item() / norms[layer].item() == pytest.approx(-0.5, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda lab, v: lab.steer(30, v), SteeringError, "layer 30 does not exist"),
+        (lambda lab, v: lab.steer([], v), RequestError, "steer: layers is empty"),
+        (lambda lab, v: lab.steer(3, v[:7]), SteeringError, "vector has 7 entries, this model's hidden_size"),
+        (lambda lab, v: lab.steer(3, v, 1.0, dose=1.0), RequestError, "scale or dose, not both"),
+        (lambda lab, v: lab.steer(3, {4: v}), RequestError, r"steer: vector has no vector for layer 3, only for \[4\]"),
+        (lambda lab, v: lab.cap(3, v), SteeringError, "give min, max or both"),
+        (lambda lab, v: lab.sweep("a", 3, v, []), RequestError, "scales is empty"),
+        (lambda lab, v: lab.sweep("a", 3, v, [math.nan]), SteeringError, "sweep: a scale"),
+        (lambda lab, v: lab.sweep("a", 3, v, [1], operation="cap"), RequestError, "operation is one of add, ablate"),
+        (lambda lab, v: lab.sweep("a", 3, v, [1], max_token=3), RequestError, "did you mean max_tokens"),
+        (lambda lab, v: lab.sweep(["a", "b"], 3, v, [1]), RequestError, "one prompt or one conversation, got 2"),
+        (lambda lab, v: lab.sweep("a", 3, v, [1], max_tokens=5000), PromptTooLongError, "max_model_len"),
+        (lambda lab, v: lab.capture("a", 3), RequestError, "prompts is a list"),
+        (lambda lab, v: lab.capture([], 3), RequestError, "there are no prompts"),
+        (lambda lab, v: lab.capture(["a", CHAT], 3), RequestError, "the prompts are mixed"),
+        (lambda lab, v: lab.capture(["a"], 3, "max"), RequestError, "reduce is one of mean, last, norm, projection"),
+        (lambda lab, v: lab.capture(["a"], 3, "projection"), RequestError, "needs directions"),
+        (lambda lab, v: lab.capture(["a"], 3, directions={"v": v}), RequestError, "directions go with"),
+        (lambda lab, v: lab.capture(["a", ""], 3), RequestError, "prompt 1 is empty"),
+        (lambda lab, v: lab.capture(["a"], 3, n=2), RequestError, "n=2 is not supported"),
+        (lambda lab, v: lab.ask("a", capture_layers=[3]), RequestError, "capture_layers is an argument of chat"),
+        (lambda lab, v: lab.load("nowhere"), SessionError, "holds no saved session"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_said_before_anything_runs(
+    lab: LabSession, v: torch.Tensor, call: Any, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        call(lab, v)
+    assert len(lab.history) == 0
+    assert not lab.export_steering_spec()
+
+
+# -- sweep -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_sweep_equals_single_runs_and_its_numbers_the_oracle(lab: LabSession, v: torch.Tensor, hf: Oracle) -> None:
+    layers, scales = [4, 12], [-3.0, 0.0, 3.0]
+    frame = lab.sweep(CHAT, layers, v, scales, max_tokens=16)
+    assert list(zip(frame["layer"], frame["scale"], strict=True)) == [(at, scale) for at in layers for scale in scales]
+    for _, row in frame.iterrows():
+        spec = SteeringSpec.at(row["layer"], AddSpec(v, row["scale"]))
+        [output], [handle] = lab.chat(
+            CHAT, steering=spec, capture_layers=[row["layer"]], raw_output=True, temperature=0.0, max_tokens=16
+        )
+        lab.fetch_captures_batch([handle])
+        answer = list(output.outputs[0].token_ids)
+        assert row["text"] == output.outputs[0].text
+        assert row["tokens"] == len(answer)
+        rows = handle.hidden(row["layer"])[handle.prompt_len :]
+        assert row["projection"] == pytest.approx((rows @ (v / v.norm())).mean().item(), rel=1e-3, abs=1e-2)
+        ids = list(output.prompt_token_ids)
+        logits = hf.run([*ids, *answer])[1].log_softmax(dim=-1)
+        scored = [logits[len(ids) - 1 + at, token].item() for at, token in enumerate(answer)]
+        assert row["perplexity"] == pytest.approx(math.exp(-np.mean(scored)), rel=1e-3)
+        norm = hf.residuals(ids)[row["layer"], 1:].norm(dim=-1).mean().item()
+        assert row["dose"] == pytest.approx(row["scale"] * v.norm().item() / norm, rel=1e-4)
+        handle.close()
+    assert frame["text"].nunique() >= 4
+    assert frame[frame["scale"] == 0]["text"].nunique() == 1
+    assert [run.status for run in lab.history] == ["done"] * len(lab.history)
+
+
+def test_an_interrupted_sweep_keeps_what_is_finished(lab: LabSession, v: torch.Tensor) -> None:
+    def some_are_scored() -> bool:
+        return sum(run.status == "done" and run.sampling.get("prompt_logprobs") == 0 for run in lab.history) >= 2
+
+    # The stronger requests end at once: they are asked for one token only by their stop token.
+    left = interrupted(
+        lab, lambda: lab.sweep("One two three", range(4), v, [0.0, 40.0], max_tokens=300), some_are_scored
+    )
+    assert left < 1.0
+    assert isinstance(lab.partial, pd.DataFrame)
+    assert lab.partial.attrs["planned"] == 8
+    assert 2 <= len(lab.partial) <= 8
+    assert lab.partial["perplexity"].notna().all()
+    assert lab.generate("One", **GREEDY)  # ready again
+
+
+# -- reductions ------------------------------------------------------------------------------------------------------
+
+
+PROMPTS = ["The river", "A long day in the sun and by the sea", "One two three four"]
+
+
+@pytest.mark.parametrize("where", ["prompt", "answer", Where.span(1, 3)])
+@pytest.mark.parametrize("how", ["last", "mean"])
+def test_pooled_captures_equal_pooled_rows(lab: LabSession, how: str, where: Any) -> None:
+    found = lab.capture(PROMPTS, [3, 17], how, where=where, max_tokens=6, ignore_eos=True)
+    assert found.values.shape == (3, 2, 576)
+    assert found.values.dtype == np.float32
+    texts, handles = lab.generate(PROMPTS, capture_layers=[3, 17], temperature=0.0, max_tokens=6, ignore_eos=True)
+    lab.fetch_captures_batch(handles)
+    for index, handle in enumerate(handles):
+        chosen = {"prompt": slice(0, handle.prompt_len), "answer": slice(handle.prompt_len, None)}
+        rows = chosen[where] if isinstance(where, str) else slice(1, min(3, len(handle.positions)))
+        for layer in (3, 17):
+            x = handle.hidden(layer)[rows]
+            want = x[-1] if how == "last" else x.mean(dim=0)
+            np.testing.assert_allclose(found.layer(layer)[index], want.numpy(), rtol=1e-3, atol=1e-2)
+        assert found.rows.loc[index, "rows"] == len(x)
+        handle.close()
+    assert found.rows["asked"].tolist() == PROMPTS
+    assert found.rows["text"].tolist() == texts
+    with pytest.raises(RequestError, match=r"layer 4 was not captured, only \[3, 17\]"):
+        found.layer(4)
+
+
+def test_norms_and_projections_are_a_tidy_frame(lab: LabSession, v: torch.Tensor) -> None:
+    chats = [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}] for text in PROMPTS]
+    frame = lab.capture(chats, [8], "projection", directions={"v": v}, where=Where.messages(1))
+    assert frame["role"].unique().tolist() == ["user"]
+    assert frame["message"].unique().tolist() == [1]
+    assert [text for _, text in frame.groupby("prompt_index")["token"].agg("".join).items()] == PROMPTS
+    _, handles = lab.chat(chats, capture_layers=[8], temperature=0.0, max_tokens=1)
+    lab.fetch_captures_batch(handles)
+    want = torch.cat([handle.get_message_activations(1, 8) for handle in handles])
+    np.testing.assert_allclose(frame["norm"], want.norm(dim=-1).numpy(), rtol=1e-4)
+    np.testing.assert_allclose(frame["projection_v"], (want @ (v / v.norm())).numpy(), rtol=1e-3, atol=1e-2)
+    norms = lab.capture(PROMPTS, [8], "norm")
+    assert "projection_v" not in norms
+    assert lab.history[-1].readings is not None
+    for handle in handles:
+        handle.close()
+
+
+def test_a_thousand_prompts_hold_no_more_memory_than_a_few(lab: LabSession) -> None:
+    """Of each prompt only 2 rows are kept; meanwhile never more is held than the requests under way need."""
+    prompts = [f"The number {index} is" for index in range(1000)]
+    most = 0
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not done.is_set():
+            most = max(most, lab.model._client.captures.held_bytes)
+            time.sleep(0.02)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        found = lab.capture(prompts, [3, 17], "last")
+    finally:
+        done.set()
+        thread.join()
+    assert len(found) == 1000
+    assert found.rows["asked"].tolist() == prompts
+    length = max(found.rows["prompt_tokens"])
+    assert 0 < most <= 256 * length * 2 * 576 * 4  # 256 at once, 2 layers, float32
+    assert np.linalg.norm(found.layer(3)[0] - found.layer(3)[999]) > 0
+    again = lab.capture([prompts[0], prompts[999]], [3, 17], "last")
+    np.testing.assert_allclose(found.values[[0, 999]], again.values, rtol=1e-3, atol=1e-2)
+
+
+def test_an_interrupted_capture_keeps_what_is_finished(lab: LabSession) -> None:
+    prompts = [f"Write about the number {index}." for index in range(600)]
+    done = lambda: sum(run.status == "done" for run in lab.history) > 20  # noqa: E731
+    assert interrupted(lab, lambda: lab.capture(prompts, [3], "mean", where="answer", max_tokens=20), done) < 1.0
+    assert 20 <= len(lab.partial) < 600
+    kept = lab.partial.rows
+    assert kept["asked"].tolist() == [prompts[at] for at in kept["prompt_index"]]
+    first = int(kept["prompt_index"][0])
+    alone = lab.capture([prompts[first]], [3], "mean", where="answer", max_tokens=20)
+    np.testing.assert_allclose(lab.partial.values[0], alone.values[0], rtol=1e-3, atol=1e-2)
+
+
+# -- interrupts ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.5, 2.0])
+def test_the_stop_button_keeps_the_partial_text(lab: LabSession, seconds: float) -> None:
+    begun = time.monotonic()
+    late = lambda: time.monotonic() - begun > seconds  # noqa: E731
+    ask: dict[str, Any] = {"temperature": 0.0, "max_tokens": 900, "ignore_eos": True}
+    assert interrupted(lab, lambda: lab.chat([CHAT, CHAT], **ask), late) < 1.0
+    if seconds > 0.3:  # it had begun by then
+        assert [type(part) for part in lab.partial] == [ChatResponse, ChatResponse]
+        assert lab.partial[0].finish_reason is None
+        whole = lab.ask(CHAT[0]["content"], **ask | {"max_tokens": len(lab.history[0].token_ids)})
+        assert str(whole).startswith(str(lab.partial[0]))
+        assert lab.history[0].status == "aborted"
+        assert lab.history[0].text == str(lab.partial[0])
+    wait_until(lambda: not any(run.status == "running" for run in lab.history))
+    assert "Paris" in lab.ask("What is the capital of France?", **GREEDY)
+
+
+def test_a_stream_can_be_stopped_and_left(lab: LabSession) -> None:
+    ask: dict[str, Any] = {"temperature": 0.0, "max_tokens": 900, "ignore_eos": True}
+    stream = lab.stream("One two three", **ask)
+    assert interrupted(lab, lambda: list(stream), lambda: len(stream.token_ids) > 5) < 1.0
+    assert lab.partial == stream.text
+    assert len(stream.token_ids) > 5
+    with lab.stream("One two three", **ask) as other:
+        for _ in other:
+            if len(other.token_ids) > 3:
+                break
+    assert stream.text.startswith(other.text[:4])
+    wait_until(lambda: [run.status for run in lab.history] == ["aborted", "aborted"])
+
+
+# -- history ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_history_tells_what_was_run(lab: LabSession, v: torch.Tensor) -> None:
+    lab.generate(["The river", {"prompt_token_ids": [5, 6, 7]}], temperature=0.0, max_tokens=3)
+    lab.steer(4, v, 2.0)
+    lab.chat(CHAT, seed=3, max_tokens=5, temperature=0.5)
+    stream = lab.stream("A day", steering=SteeringSpec.none(), read_layers=[2], directions={"v": v}, **GREEDY)
+    text = "".join(delta.text for delta in stream)
+    frame = lab.history.frame()
+    assert frame["kind"].tolist() == ["generate", "generate", "chat", "generate"]
+    assert frame["asked"].tolist() == ["The river", "3 token ids", "Name a river in France.", "A day"]
+    assert frame["steering"].tolist() == ["none", "none", f"add 2·v (|v| {v.norm():.3g}) @ 4", "none"]
+    assert frame["sampling"].iloc[2] == {"temperature": 0.5, "seed": 3, "max_tokens": 5}
+    assert frame["status"].tolist() == ["done"] * 4
+    assert frame["tokens"].tolist()[:2] == [3, 3]
+    assert frame["text"].iloc[3] == text
+    run = lab.history[-1]
+    assert run.readings is not None
+    np.testing.assert_array_equal(run.readings.values, stream.readings.values)
+    assert (frame["seconds"] > 0).all()
+
+
+def test_failed_requests_stand_in_the_history_too(lab: LabSession) -> None:
+    with pytest.raises(RequestError):
+        lab.generate("a", max_tokens=2, bad_words=[""], temperature=0.0)
+    assert [run.status for run in lab.history] == ["failed"]
+    assert lab.history[0].error.startswith("RequestError: ")
+
+
+def test_a_saved_session_comes_back(lab: LabSession, v: torch.Tensor, tmp_path: Path) -> None:
+    lab.generate("The river", **GREEDY)
+    lab.steer([4, 5], v, 2.0)
+    lab.cap(4, v, min=-1.0)
+    spec = lab.export_steering_spec()
+    list(lab.stream("A day", read_layers=[2, 3], directions={"v": v}, **GREEDY))
+    where = SteeringSpec.at(3, AddSpec(v), where=Where.messages(0).without_special_tokens())
+    lab.chat(CHAT, steering=where, **GREEDY)
+    before = lab.history.frame()
+    readings = lab.history[1].readings
+    folder = lab.save(tmp_path / "session")
+    assert sorted(path.name for path in folder.iterdir()) == ["session.json", "session.safetensors"]
+    saved = json.loads((folder / "session.json").read_text())
+    assert saved["model"]["layer_count"] == 30
+    lab.history.clear()
+    lab.clear()
+    lab.load(folder)
+    assert lab.export_steering_spec() == spec
+    after = lab.history.frame()
+    pd.testing.assert_frame_equal(before.reset_index(drop=True), after.reset_index(drop=True))
+    assert lab.history[2].steering == where
+    np.testing.assert_array_equal(lab.history[1].readings.values, readings.values)
+    lab.load(folder)  # a cell that is run again
+    assert len(lab.history) == 3
+    saved["model"]["layer_count"] = 12
+    (folder / "session.json").write_text(json.dumps(saved))
+    with pytest.raises(SessionError, match=r"was saved with .* \(layer_count 12\); this model has 30"):
+        lab.load(folder)
+    (folder / "session.json").write_text("{")
+    with pytest.raises(SessionError, match="is damaged"):
+        lab.load(folder)
+    assert lab.export_steering_spec() == spec
+
+
+def test_only_so_many_runs_are_kept(lab: LabSession) -> None:
+    lab.history._limit, before = 3, lab.history._limit
+    try:
+        for count in range(1, 6):
+            lab.generate("a", max_tokens=count, temperature=0.0)
+    finally:
+        lab.history._limit = before
+    assert [run.sampling["max_tokens"] for run in lab.history] == [3, 4, 5]
