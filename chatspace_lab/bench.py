@@ -203,6 +203,10 @@ async def bench(arguments: argparse.Namespace) -> int:
         from chatspace_lab.bench_transport import bench_transport
 
         return await bench_transport(name, arguments)
+    if arguments.sweep:
+        from chatspace_lab.bench_sweep import bench_sweep
+
+        return await bench_sweep(name, arguments)
     from vllm.platforms import current_platform
 
     from chatspace_lab import VLLMSteeringConfig, VLLMSteerModel
@@ -276,6 +280,8 @@ def _facts(name: str, arguments: argparse.Namespace) -> list[str]:
     )
     if arguments.transport:
         load = f"{shown}, dtype {arguments.dtype}, {arguments.mib} MiB of captured rows"
+    if arguments.sweep:
+        load = f"{shown}, dtype {arguments.dtype}, a sweep of 8 layers by 9 scales by 24 tokens"
     if arguments.gpu:
         load = f"{' and '.join(arguments.shapes)}, random weights, bfloat16, 64 tokens each"
         if arguments.tensor_parallel_size > 1:

@@ -72,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         "--transport", action="store_true", help="bytes per second of captures, by shared memory and not"
     )
     bench.add_argument("--mib", type=_positive, default=64, help="of captures, with --transport (default: %(default)s)")
+    bench.add_argument("--sweep", action="store_true", help="a sweep as one batch against its runs one by one")
     bench.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
     return parser
 
