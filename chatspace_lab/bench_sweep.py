@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from typing import Any
 
 TARGET = 4.0
 """Least ratio of seconds, one after another over together."""
@@ -25,7 +26,7 @@ async def bench_sweep(name: str, arguments: argparse.Namespace) -> int:
         vector = torch.randn(model.hidden_size, generator=torch.Generator().manual_seed(0))
         layers = [int(model.layer_count * at / LAYERS) for at in range(LAYERS)]
         scales = [float(scale) for scale in range(-(SCALES // 2), SCALES - SCALES // 2)]
-        sampling = {"temperature": 0.0, "max_tokens": TOKENS, "ignore_eos": True}
+        sampling: dict[str, Any] = {"temperature": 0.0, "max_tokens": TOKENS, "ignore_eos": True}
         chat = [{"role": "user", "content": "Tell me about rivers."}]
 
         async def together(*, perplexity: bool) -> tuple[float, list[str]]:
