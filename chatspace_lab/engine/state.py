@@ -18,6 +18,15 @@ class SessionSteering:
 
     The workers hold no session-wide steering: each request takes along the program that is in force when it starts.
     So a change is atomic over layers and workers, and there is one mechanism for a session and for a single request.
+
+    Attributes
+    ----------
+    spec, program
+        In force.
+    stack
+        What pushes have replaced.
+    listeners
+        Called with the new spec after each change, on the engine's loop: they must be quick, and must not raise.
     """
 
     def __init__(self, lock: AsyncRWLock, bank: VectorBank, compile_spec: Compile) -> None:
@@ -25,6 +34,7 @@ class SessionSteering:
         self.spec = SteeringSpec.none()
         self.program: Program | None = None
         self.stack: list[tuple[SteeringSpec, object]] = []
+        self.listeners: list[Callable[[SteeringSpec], None]] = []
 
     async def change(self, update: Callable[[SteeringSpec], SteeringSpec]) -> None:
         """Replace the spec by ``update`` of it, once all requests under way have ended.
@@ -78,3 +88,5 @@ class SessionSteering:
         if self.program is not None:
             self._bank.release(self.program.vectors)
         self.spec, self.program = spec, program
+        for listener in list(self.listeners):
+            listener(spec)

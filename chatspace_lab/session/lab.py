@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 import sys
 import threading
@@ -68,6 +69,8 @@ class LabSession:
         What the last interrupted call had: texts, answers, or the finished part of a sweep or a capture.
     norms : dict of int to float
         Mean residual norm per layer on the prompt that was measured last.
+    vectors : dict of str to vector
+        Named vectors and directions, for panels: put yours here, and find here what was made in a panel.
 
     Raises
     ------
@@ -79,6 +82,7 @@ class LabSession:
 
     aio: AsyncLab
     partial: Any
+    vectors: dict[str, Any]
 
     def __new__(
         cls,
@@ -139,6 +143,7 @@ class LabSession:
         self._loop = started._loop
         self._closed = False
         self.aio = AsyncLab(started)
+        self.vectors = {}
         self.partial = None
 
     # -- facts -------------------------------------------------------------------------------------------------------
@@ -253,6 +258,16 @@ class LabSession:
         self._call("fetch", lambda: self._model.fetch_captures_batch(several))
         return token_frame(several, self.tokenizer, directions, layers)
 
+    # -- panels ------------------------------------------------------------------------------------------------------
+
+    def panel(self, prompt: str | None = None, **options: Any) -> Any:
+        """Return a steering panel, to be a cell's last line. Arguments as for :class:`panels.SteeringPanel`."""
+        return _panels().SteeringPanel(self, prompt, **options)
+
+    def sweep_panel(self, prompt: str | None = None, **options: Any) -> Any:
+        """Return a panel that runs a grid of layers and scales. Arguments as for :class:`panels.SweepPanel`."""
+        return _panels().SweepPanel(self, prompt, **options)
+
     # -- life --------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -291,6 +306,17 @@ class LabSession:
     def running(cls) -> list[LabSession]:
         """Return the labs of this kernel."""
         return list(_running)
+
+
+def _panels() -> Any:
+    """Return the panels, which stand above the session and need Jupyter's widgets."""
+    try:
+        return importlib.import_module("chatspace_lab.panels")
+    except ModuleNotFoundError as error:
+        if error.name not in ("anywidget", "ipywidgets", "traitlets"):
+            raise
+        needed = f"a panel needs {error.name}: pip install 'chatspace-lab[lab]'"
+        raise ModuleNotFoundError(needed, name=error.name) from error
 
 
 def _answer(run: Run) -> Any:
