@@ -21,6 +21,8 @@
     ├── EngineDeadError (RuntimeError)        the engine or one of its workers is gone
     └── WorkerError (RuntimeError)            a worker failed; carries the worker's own traceback
 
+A model that was never compared with Hugging Face is used with an :class:`UncomparedWarning`.
+
 An error from a worker is raised here as one of these, with the worker's traceback as its cause.
 """
 
@@ -105,3 +107,7 @@ class WorkerTracebackError(Exception):
     def __str__(self) -> str:
         """Return the worker's traceback, set off from the local one."""
         return f"\n--- in the worker ---\n{self.args[0].rstrip()}\n---------------------"
+
+
+class UncomparedWarning(UserWarning):
+    """The model is of a kind that was never compared with Hugging Face; says which, and how to compare it."""

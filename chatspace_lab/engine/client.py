@@ -7,6 +7,7 @@ import contextlib
 import multiprocessing
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -72,6 +73,7 @@ class ModelFacts:
     runner: str
     block: str
     form: str
+    doubt: str
     vllm_version: str
 
 
@@ -150,6 +152,8 @@ class EngineClient:
                 told = errors.WorkerTracebackError(cause.text)
                 told.__cause__ = error
                 raise errors.EngineStartError(f"the engine did not start: {cause.sentence}") from told
+            if client.facts.doubt:
+                warnings.warn(client.facts.doubt, errors.UncomparedWarning, stacklevel=3)
             return client
 
     @classmethod

@@ -25,6 +25,8 @@ REFUSED: dict[str, str] = {
     "enable_dbo": "micro-batches would split a step behind the router's back",
     "data_parallel_size": "one session talks to one engine; start several models instead",
     "prefill_context_parallel_size": "a prompt would be split over workers",
+    "enable_lora": "requests cannot say which adapter they take; merge the adapter into the weights (peft: "
+    "merge_and_unload) and load the result",
     "enable_prompt_embeds": "a prompt without token ids cannot be located or salted",
 }
 
@@ -180,6 +182,8 @@ def check_vllm_version() -> str:
     """
     import vllm
 
+    from chatspace_lab import __version__
+
     version: str = vllm.__version__
     try:
         parts = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
@@ -188,5 +192,7 @@ def check_vllm_version() -> str:
     low, high = TRIED_VLLM
     if not low <= parts < high:
         wanted = f">={low[0]}.{low[1]},<{high[0]}.{high[1]}"
-        raise UnsupportedError(f"vLLM {version} was never tried with chatspace-lab, which needs vLLM {wanted}")
+        raise UnsupportedError(
+            f"vLLM {version} was never tried with chatspace-lab {__version__}, which needs vLLM {wanted}"
+        )
     return version

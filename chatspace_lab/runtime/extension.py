@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import vllm
 from vllm.config import set_current_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.v1.worker import gpu_worker
@@ -22,6 +23,7 @@ from vllm.v1.worker import gpu_worker
 from chatspace_lab import wire
 from chatspace_lab.errors import UnsupportedError
 from chatspace_lab.runtime import layers, operator, v1, v2
+from chatspace_lab.runtime.compared import doubt
 from chatspace_lab.runtime.core import Runtime
 from chatspace_lab.runtime.deviations import Circumstances, refuse_deviation
 from chatspace_lab.runtime.store import CaptureStore
@@ -104,7 +106,7 @@ class SteeringWorkerExtension:
         return self.chatspace_lab_runtime.stats()
 
 
-def _adapter(runner: Any) -> ModuleType:
+def _adapter(runner: Any, options: wire.EngineOptions) -> ModuleType:
     """Return the module that knows this runner."""
     bases = {base.__module__ for base in type(runner).__mro__}
     for module in (v2, v1):
@@ -112,10 +114,14 @@ def _adapter(runner: Any) -> ModuleType:
             missing = [name for name in module.READS if not _has(runner, name)]
             if missing:
                 raise UnsupportedError(
-                    f"this vLLM's model runner ({module.MODULE}) lacks {', '.join(missing)}, which chatspace-lab reads"
+                    f"the model runner of vLLM {vllm.__version__} ({module.MODULE}) lacks {', '.join(missing)}, which "
+                    f"chatspace-lab {options['version']} reads"
                 )
             return module
-    raise UnsupportedError(f"unknown model runner {type(runner).__module__}.{type(runner).__name__}")
+    raise UnsupportedError(
+        f"vLLM {vllm.__version__} runs the model by {type(runner).__module__}.{type(runner).__name__}, which "
+        f"chatspace-lab {options['version']} does not know: it knows {v1.MODULE} and {v2.MODULE}"
+    )
 
 
 def _has(value: Any, path: str) -> bool:
@@ -142,8 +148,8 @@ def _probe(worker: Any, model: torch.nn.Module) -> None:
 def _install(worker: Any) -> None:
     watch_owner()
     runner, config = worker.model_runner, worker.vllm_config
-    adapter = _adapter(runner)
     options: wire.EngineOptions = config.additional_config[wire.EXTRA]
+    adapter = _adapter(runner, options)
     model = runner.get_model()
     architecture = type(model).__name__
     text_config = config.model_config.hf_text_config
@@ -191,6 +197,7 @@ def _install(worker: Any) -> None:
         "runner": adapter.MODULE,
         "block": type(blocks[0]).__name__,
         "form": "single tensor" if form.residual is None else "hidden + residual",
+        "doubt": doubt(config.model_config.hf_config.architectures[0], config.model_config.quantization),
     }
 
 

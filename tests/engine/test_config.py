@@ -74,6 +74,7 @@ def test_what_cannot_work(options: dict[str, Any], words: str) -> None:
         {"runner": "pooling"},
         {"enable_dbo": True},
         {"enable_prompt_embeds": True},
+        {"enable_lora": True},
         {"data_parallel_size": 2},
         {"pipeline_parallel_size": 2},
         {"prefill_context_parallel_size": 2},
@@ -123,7 +124,7 @@ def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_vllm_version() == vllm.__version__
     for version in ("0.25.1", "0.33.0", "1.0", "0.6.0+cpu"):
         monkeypatch.setattr(vllm, "__version__", version)
-        with pytest.raises(UnsupportedError, match=rf"{re.escape(version)}.*>=0\.26,<0\.33"):
+        with pytest.raises(UnsupportedError, match=rf"vLLM {re.escape(version)} .*chatspace-lab \d.*>=0\.26,<0\.33"):
             check_vllm_version()
     for version in ("0.26.0", "0.32.5+cpu"):
         monkeypatch.setattr(vllm, "__version__", version)
