@@ -135,7 +135,7 @@ class RequestMethods:
     def _steer(self, submission: Submission, spec: SteeringSpec | None) -> None:
         """Give a request its own steering, or with None the session's."""
         program = self._session.program if spec is None else self._compile(spec)
-        submission.steer(spec or self._session.spec, program, self.tokenizer, self.max_model_len)
+        submission.steer(self._session.spec if spec is None else spec, program, self.tokenizer, self.max_model_len)
 
     def _reading(self, ask: Ask) -> contextlib.AbstractAsyncContextManager[None]:
         """Hold off changes of the session-wide steering, if any of these requests follows it."""

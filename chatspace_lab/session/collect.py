@@ -112,12 +112,14 @@ class Collection:
 
     async def _row(self, text: str, handle: CaptureHandle) -> Row:
         values: np.ndarray | Readings
-        if self._reduce in POOLS:
+        rows = rank(handle.spans, handle.computed)
+        if self._reduce in POOLS and rows:
             values = (await handle.pool(self._reduce)).numpy()
+        elif self._reduce in POOLS:  # an answer of one token has no row
+            values = np.full((len(self._layers), self._model.hidden_size), np.nan, dtype=np.float32)
         else:
             values = await handle.read(self._directions)
             self._history.attach(handle.request_id, values)
-        rows = rank(handle.spans, handle.computed)
         found = handle.prompt_len, handle.message_locations, handle.request_id, text, handle.generated_len
         return Row(values, rows, *found)
 

@@ -20,7 +20,8 @@ class PooledActivations:
     Attributes
     ----------
     values
-        ``[prompts, layers, hidden_size]`` float32, in the order of the prompts.
+        ``[prompts, layers, hidden_size]`` float32, in the order of the prompts. NaN where there was nothing to pool: an
+        answer of a single token has no row (``rows["rows"]`` is 0 then).
     layers
         Labels of the second axis. Layer i is the output of decoder block i.
     rows
