@@ -294,7 +294,8 @@ class EngineClient:
                 async for part in stream:
                     piece = part.outputs[0]
                     received.extend(piece.token_ids)
-                    delta = StreamDelta(piece.text, tuple(piece.token_ids), piece.finish_reason)
+                    cached = part.num_cached_tokens or 0
+                    delta = StreamDelta(piece.text, tuple(piece.token_ids), piece.finish_reason, cached_tokens=cached)
                     if output is None:
                         output = part
                     else:

@@ -28,12 +28,15 @@ class StreamDelta:
     readings
         Of the rows that were computed since the last piece, if asked for: first those of the prompt. A token's own row
         is computed when the next token is, so the newest token is never among them.
+    cached_tokens
+        Of the prompt, those whose keys and values came from the cache and were not computed.
     """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str | None = None
     readings: Readings | None = None
+    cached_tokens: int = 0
 
     def __str__(self) -> str:
         return self.text
@@ -59,6 +62,8 @@ class TextStream(AsyncIterator[StreamDelta]):
         The tokens of it.
     finish_reason : str or None
         Set when the answer is complete.
+    cached_tokens : int
+        Of the prompt, those whose keys and values came from the cache.
     handle : CaptureHandle or None
         The captures, if asked for; ready once the stream has ended, also when it was left early.
     """
@@ -68,6 +73,7 @@ class TextStream(AsyncIterator[StreamDelta]):
         self.text = ""
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
+        self.cached_tokens = 0
         self.handle = handle
         self._readings: list[Readings] = []
         self._chat = chat
@@ -114,6 +120,7 @@ class TextStream(AsyncIterator[StreamDelta]):
         self.text += delta.text
         self.token_ids.extend(delta.token_ids)
         self.finish_reason = delta.finish_reason or self.finish_reason
+        self.cached_tokens = delta.cached_tokens
         if delta.readings is not None:
             self._readings.append(delta.readings)
 
