@@ -130,7 +130,7 @@ def _starts_early(device: torch.device) -> bool:
 
 
 def _warps(block: int) -> int:
-    return min(max(block // 256, 1), 16)
+    return min(max(block // 512, 1), 16)
 
 
 def intervene(

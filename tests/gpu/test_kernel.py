@@ -210,7 +210,8 @@ def test_steps_that_go_on() -> None:
         hidden = torch.randn(1 + count, 64, device="cuda")
         before = hidden.clone()
         backend.apply(hidden, None, layer(1))
-        wanted.append(redo(before[1:].cpu(), PROGRAMS[0], tables.bank.cpu(), 1))
+        bank = tables.bank.cpu()
+        wanted.append(torch.stack([redo(row, PROGRAMS[0], bank, 1) for row in before[1:].cpu()]))
         assert torch.equal(hidden[0], before[0])
     assert runtime._steady is not None
     assert runtime._steady.ticks == 2
