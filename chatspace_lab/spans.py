@@ -12,8 +12,10 @@ def pairs(spans: Sequence[int]) -> zip[tuple[int, int]]:
 
 def overlaps(spans: Sequence[int], first: int, count: int) -> list[tuple[int, int]]:
     """Return the parts of positions ``[first, first + count)`` inside ``spans``, as (start, stop)."""
-    parts = []
     stop = first + count
+    if len(spans) == 2 and spans[0] <= first and (spans[1] < 0 or spans[1] >= stop):
+        return [(first, stop)] if count > 0 else []  # nearly always
+    parts = []
     for low, high in pairs(spans):
         start, end = max(low, first), stop if high < 0 else min(high, stop)
         if start < end:
@@ -28,4 +30,6 @@ def below(spans: Sequence[int], stop: int) -> list[int]:
 
 def rank(spans: Sequence[int], position: int) -> int:
     """Return how many positions of ``spans`` lie below ``position``."""
+    if len(spans) == 2 and spans[1] < 0:
+        return max(position - spans[0], 0)
     return sum(high - low for low, high in overlaps(spans, 0, position))

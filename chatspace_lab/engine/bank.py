@@ -37,6 +37,7 @@ class VectorBank:
         self._upload = upload
         self._free = list(range(rows - 1, -1, -1))
         self._rows: OrderedDict[bytes, _Row] = OrderedDict()
+        self._unsettled: set[asyncio.Task[None]] = set()  # uploads under way, or failed
         self.capacity = rows
 
     async def acquire(self, vectors: Mapping[bytes, torch.Tensor]) -> list[int]:
@@ -47,9 +48,10 @@ class VectorBank:
         SteeringError
             If requests under way use too many other vectors.
         """
-        for key in vectors:
-            if key in self._rows:
-                self._forget_if_failed(key)
+        if self._unsettled:
+            for key in vectors:
+                if key in self._rows:
+                    self._forget_if_failed(key)
         new = [key for key in vectors if key not in self._rows]
         if len(new) > len(self._free) + (self._idle_beside(vectors) if new else 0):
             raise SteeringError(
@@ -64,10 +66,12 @@ class VectorBank:
             indices = [self._place(key) for key in new]
             data = torch.stack([vectors[key] for key in new]).numpy().tobytes()
             task = asyncio.ensure_future(self._upload(indices, data))
+            self._unsettled.add(task)
+            task.add_done_callback(self._settle)
             for key, index in zip(new, indices, strict=True):
                 self._rows[key] = _Row(index, 1, task)
         rows = [self._rows[key] for key in vectors]
-        pending = {row.uploaded for row in rows if not row.settled}
+        pending = {row.uploaded for row in rows if not row.settled} if self._unsettled else set()
         try:
             for uploaded in pending:
                 await asyncio.shield(uploaded)
@@ -89,7 +93,12 @@ class VectorBank:
         """Count one user less for each of these vectors."""
         for key in vectors:
             self._rows[key].users -= 1
-            self._forget_if_failed(key)
+            if self._unsettled:
+                self._forget_if_failed(key)
+
+    def _settle(self, uploaded: asyncio.Task[None]) -> None:
+        if not uploaded.cancelled() and uploaded.exception() is None:
+            self._unsettled.discard(uploaded)
 
     def _forget_if_failed(self, key: bytes) -> None:
         row = self._rows[key]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import inspect
@@ -97,7 +98,7 @@ class Submission:
         """Return the sampling parameters for vLLM, with what the workers must know."""
         from vllm.sampling_params import RequestOutputKind
 
-        params = self.params.clone()
+        params = copy.copy(self.params)  # vLLM's own front end makes the deep one
         params.n = 1
         if self.params.seed is not None and self.sample_index:
             params.seed = self.params.seed + self.sample_index

@@ -70,10 +70,11 @@ class CudaBackend:
         }
         slot_of = self._tables.captures.place(wanted)
         capture, row = np.zeros(self._captured, dtype=np.int32), np.zeros(self._captured, dtype=np.int32)
-        for placement in placements:
-            captured = step.capture_rows[placement.start : placement.start + placement.count]
-            capture[captured] = slot_of[placement.segment.name]
-            row[captured] = np.arange(placement.row, placement.row + placement.count)
+        counts = np.array([placement.count for placement in placements])
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        tokens = step.capture_rows[np.repeat([placement.start for placement in placements], counts) + within]
+        capture[tokens] = np.repeat([slot_of[placement.segment.name] for placement in placements], counts)
+        row[tokens] = np.repeat([placement.row for placement in placements], counts) + within
         self._capture_of_token.fill(capture)
         self._capture_row_of_token.fill(row)
 

@@ -6,6 +6,7 @@ chunked prefill, preemption and recomputation need no case of their own.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -88,8 +89,8 @@ class StepPlan:
 
 def plan(batch: Sequence[BatchRow], requests: Mapping[str, Routed]) -> StepPlan:
     """Lay out one step. Requests that the router was not told about are left alone."""
-    starts = np.cumsum([0, *(row.count for row in batch)])
-    step = StepPlan(tokens=int(starts[-1]))
+    starts = list(itertools.accumulate((row.count for row in batch), initial=0))
+    step = StepPlan(tokens=starts[-1])
     known = [requests.get(row.request_id) for row in batch]
     steered = [request is not None and bool(request.program) for request in known]
     if any(steered):
@@ -102,13 +103,13 @@ def plan(batch: Sequence[BatchRow], requests: Mapping[str, Routed]) -> StepPlan:
             for low, high in overlaps(request.steer_spans, row.first, row.count):
                 programs[start + low - row.first : start + high - row.first] = number
         step.programs, step.distinct = programs, list(index)
-    rows: list[np.ndarray] = []
+    rows: list[int] = []
     for row, start, request in zip(batch, starts, known, strict=False):
         if request is None or request.capture is None:
             continue
         for low, high in overlaps(request.capture.spans, row.first, row.count):
-            rows.append(np.arange(start + low - row.first, start + high - row.first))
+            rows.extend(range(start + low - row.first, start + high - row.first))
             step.moves.append(CaptureMove(request.capture, low, high - low))
     if rows:
-        step.capture_rows = np.concatenate(rows)
+        step.capture_rows = np.array(rows)
     return step

@@ -36,10 +36,10 @@ class Steady:
             request = requests.get(row.request_id)
             if request is None:
                 continue
-            spans = [*(request.steer_spans if request.program else ())]
-            if request.capture is not None:
-                spans += request.capture.spans
-            for edge in spans:
+            for edge in request.steer_spans if request.program else ():
+                if edge > row.first:
+                    steps = min(steps, edge - row.first - 1)
+            for edge in request.capture.spans if request.capture is not None else ():
                 if edge > row.first:
                     steps = min(steps, edge - row.first - 1)
         for target, position, _ in step.moves:

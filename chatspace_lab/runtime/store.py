@@ -100,6 +100,8 @@ class CaptureBuffer:
         if self.failure:
             return []
         self._mark(first, count)
+        if len(self.segments) == 1:
+            return [Placement(start, count, self.segments[0], row)]
         placements = []
         for segment in self.segments:
             low, high = max(row, segment.first), min(stop, segment.first + segment.rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,12 +39,17 @@ class Program:
 
     def salt(self, spans: Sequence[int]) -> str:
         """Name the program by content, and by the positions it acts on: equal salts may share a KV cache."""
+        digest = self._digest.copy()
+        digest.update(np.asarray(spans, dtype=np.int64).tobytes())
+        return f"chatspace-lab:{digest.hexdigest()}"
+
+    @functools.cached_property
+    def _digest(self) -> hashlib.blake2b:
         digest = hashlib.blake2b(digest_size=16)
         for key in self.vectors:
             digest.update(key)
         digest.update(self.ops.tobytes())
-        digest.update(np.asarray(spans, dtype=np.int64).tobytes())
-        return f"chatspace-lab:{digest.hexdigest()}"
+        return digest
 
 
 def _encode(operation: Operation) -> tuple[int, float, float]:
@@ -90,13 +96,15 @@ def compile_spec(spec: SteeringSpec, *, layer_count: int, hidden_size: int, max_
         return None
     # A slider or a sweep sends the same spec again and again. Torch counts the edits of a tensor, so that even a spec
     # whose own copy of a vector was edited in place is compiled anew.
-    state = (layer_count, hidden_size, max_ops_per_layer, [operation.vector._version for _, operation in spec])
+    limits = (layer_count, hidden_size, max_ops_per_layer)
     cached = spec.__dict__.get("_compiled")
-    if cached is None or cached[0] != state:
+    if cached is None or cached[0] != limits or [vector._version for vector in cached[1]] != cached[2]:
+        vectors = [operation.vector for _, operation in spec]
         program = _compile(spec, layer_count, hidden_size, max_ops_per_layer)
-        cached = (state, program)
+        cached = (limits, vectors, [vector._version for vector in vectors], program)
         object.__setattr__(spec, "_compiled", cached)
-    return cached[1]
+    compiled: Program = cached[3]
+    return compiled
 
 
 def _compile(spec: SteeringSpec, layer_count: int, hidden_size: int, max_ops_per_layer: int) -> Program:
