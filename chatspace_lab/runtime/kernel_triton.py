@@ -3,9 +3,9 @@
 Traced into CUDA graphs like any kernel. What it does at each replay is decided by the contents of the buffers alone.
 
 A decode step runs it once per layer between kernels of a few microseconds, so what counts is not bandwidth but how many
-loads wait for each other. A token that nobody steers or captures costs two loads. For the others everything that does
-not depend on the layer's own result, down to the vectors, is asked for first; on Hopper and later that happens while
-the kernel before it still runs (programmatic dependent launch).
+loads wait for each other. A token that has nothing to do at a layer is left after one or two loads. For the others
+everything that does not depend on the layer's own result, down to the vectors, is asked for first; on Hopper and later
+that happens while the kernel before it still runs (programmatic dependent launch).
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ _CAP = tl.constexpr(CAP)
 
 
 @triton.jit
-def _operation(entry, number: tl.constexpr, count, bank_ptr, offsets, mask, SIZE: tl.constexpr, ENTRIES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Load operation ``number`` of a program and its vector; zeros where it has fewer."""
-    there: tl.constexpr = number < ENTRIES - 1
+def _operation(entry, number: tl.constexpr, wanted, ENTRIES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Load operation ``number`` of a program; zeros if it is not wanted, or no program can have so many."""
+    there = wanted & (number < ENTRIES - 1)
     at = entry + 4 * (number + 1)
     kind = tl.load(at, mask=there, other=0)
     row = tl.load(at + 1, mask=there, other=0).to(tl.int64)
     a = tl.load(at + 2, mask=there, other=0).to(tl.float32, bitcast=True)
     b = tl.load(at + 3, mask=there, other=0).to(tl.float32, bitcast=True)
-    v = tl.load(bank_ptr + row * SIZE + offsets, mask=mask & (number < count), other=0.0)
-    return kind, a, b, v
+    return kind, row, a, b
 
 
 @triton.jit
@@ -72,19 +71,23 @@ def _intervene(  # type: ignore[no-untyped-def]
     program = tl.load(program_of_token_ptr + token).to(tl.int64)
     capture = tl.load(capture_of_token_ptr + token).to(tl.int64)
     layer = tl.load(layer_ptr)
-    if (program | capture) == 0:
+    wanted = (program | capture) != 0
+    entry = programs_ptr + (program * layers + layer) * ENTRIES * 4
+    count = tl.load(entry, mask=wanted, other=0)
+    address = tl.load(captures_ptr + capture * layers + layer, mask=wanted, other=0)
+    kind0, row0, a0, b0 = _operation(entry, 0, wanted, ENTRIES)
+    kind1, row1, a1, b1 = _operation(entry, 1, wanted, ENTRIES)
+    kind2, row2, a2, b2 = _operation(entry, 2, wanted, ENTRIES)
+    if (count == 0) & (address == 0):  # nothing for this token at this layer
         if EARLY:
             tl.extra.cuda.gdc_wait()
     else:
         offsets = tl.arange(0, BLOCK)
         mask = offsets < SIZE
-        entry = programs_ptr + (program * layers + layer) * ENTRIES * 4
-        count = tl.load(entry)
+        v0 = tl.load(bank_ptr + row0 * SIZE + offsets, mask=mask & (count > 0), other=0.0)
+        v1 = tl.load(bank_ptr + row1 * SIZE + offsets, mask=mask & (count > 1), other=0.0)
+        v2 = tl.load(bank_ptr + row2 * SIZE + offsets, mask=mask & (count > 2), other=0.0)
         row = tl.load(capture_row_of_token_ptr + token).to(tl.int64)
-        address = tl.load(captures_ptr + capture * layers + layer)
-        kind0, a0, b0, v0 = _operation(entry, 0, count, bank_ptr, offsets, mask, SIZE, ENTRIES)
-        kind1, a1, b1, v1 = _operation(entry, 1, count, bank_ptr, offsets, mask, SIZE, ENTRIES)
-        kind2, a2, b2, v2 = _operation(entry, 2, count, bank_ptr, offsets, mask, SIZE, ENTRIES)
         if EARLY:
             tl.extra.cuda.gdc_wait()  # from here on the kernel before this one has ended
         before = tl.load(hidden_ptr + token * hidden_stride + offsets, mask=mask, other=0.0).to(tl.float32)
