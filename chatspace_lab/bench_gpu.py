@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import getpass
 import json
 import statistics
@@ -139,9 +140,10 @@ async def bench_gpu(arguments: argparse.Namespace) -> int:
             raise RequestError(f"unknown shape {name}: there are {', '.join(SHAPES)}")
     if not torch.cuda.is_available():
         raise UnsupportedError("bench --gpu needs an NVIDIA GPU; without one, chatspace-lab bench measures the CPU")
+    print(f"{'GPU':<11}{torch.cuda.get_device_name()}, {torch.cuda.device_count()} there", flush=True)
     missed = 0
     for name in arguments.shapes:
-        async for figure in measure_shape(name, arguments.pairs, workers=arguments.tensor_parallel_size):
+        async for figure in measure_shape(name, arguments.pairs, arguments.batches, arguments.tensor_parallel_size):
             print(figure, flush=True)
             missed += figure.missed
     return int(arguments.check and missed > 0)
@@ -174,13 +176,18 @@ async def measure_shape(
         skip_tokenizer_init=True,
         max_model_len=2048,
         enable_prefix_caching=False,
-        gpu_memory_utilization=0.4,
+        gpu_memory_utilization=0.3,
         kv_cache_memory_bytes=16 << 30,  # stated, so that neither start measures the other's memory
         max_capture_bytes=24 << 30,
     )
     plain_start = asyncio.to_thread(PlainEngine, config, enforce_eager=False, detokenize=False)
     ours_start = asyncio.to_thread(VLLMSteerModel, config, enforce_eager=False)
+    started = time.perf_counter()
     plain, ours = await asyncio.gather(plain_start, ours_start)
+    print(f"{name:11} both engines up in {time.perf_counter() - started:.0f} s", flush=True)
+    # As vLLM's own server does: a collection over all that was imported takes longer than many steps.
+    gc.collect()
+    gc.freeze()
 
     def theirs(batch: int, new_tokens: int, length: int = 16) -> Run:
         return lambda: plain.run(prompts(batch, length), new_tokens)
@@ -218,9 +225,10 @@ async def measure_shape(
     count, length = PREFILL
     base = theirs(count, 1, length)
     what = f"prefill of {count} x {length} tokens"
-    yield await figure(f"{what}, nothing steered", count, None, 1, base, generate(count, 1, length))
+    more = 3 * pairs  # these runs are short
+    yield await figure(f"{what}, nothing steered", count, None, 1, base, generate(count, 1, length), more)
     run = generate(count, 1, length, capture_layers=every)
-    yield await figure(f"{what}, every layer captured", count, 1.5, 1, base, run)
+    yield await figure(f"{what}, every layer captured", count, 1.5, 1, base, run, more)
 
     sweep = [SteeringSpec.at(layers // 2, AddSpec(torch.ones(hidden_size), scale / 64)) for scale in range(1, 65)]
 

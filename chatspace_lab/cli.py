@@ -67,6 +67,9 @@ def _parser() -> argparse.ArgumentParser:
         "--gpu", action="store_true", help="time per step with CUDA graphs on random weights, batch 1, 32 and 256"
     )
     bench.add_argument("--shapes", nargs="+", default=["qwen3-0.6b", "qwen3-8b"], help="with --gpu (default: both)")
+    bench.add_argument(
+        "--batches", nargs="+", type=_positive, default=[1, 32, 256], help="with --gpu (default: 1 32 256)"
+    )
     bench.add_argument("--tensor-parallel-size", type=_positive, default=1, help="GPUs, with --gpu (default: 1)")
     bench.add_argument(
         "--transport", action="store_true", help="bytes per second of captures, by shared memory and not"
