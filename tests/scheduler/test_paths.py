@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.tiny import HIDDEN, LAYERS
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
 ALL = list(range(LAYERS))
+ROUNDS = int(os.environ.get("CHATSPACE_LAB_ROUNDS", "5"))
 
 
 def fingerprints(count: int, shortest: int = 2, step: int = 1) -> list[list[int]]:
@@ -221,7 +223,10 @@ def test_the_end_of_a_cached_answer_is_not_taken_for_a_steered_prompt(roomy: VLL
 
 
 def test_threads_and_tasks_under_load(roomy: VLLMSteerModel) -> None:
-    """16 tasks and 4 threads, each with its own vector, 5 times each: always the same tokens."""
+    """16 tasks and 4 threads, each with its own vector, again and again: always the same tokens.
+
+    ``CHATSPACE_LAB_ROUNDS=100 pytest tests/scheduler/test_paths.py -k threads_and_tasks`` does it 100 times.
+    """
     prompt = [7, 8, 9, 10, 11, 12]
     alone = [
         list(generate(roomy, prompt, max_tokens=8, steering=spec(i), raw_output=True)[0].outputs[0].token_ids)
@@ -233,8 +238,8 @@ def test_threads_and_tasks_under_load(roomy: VLLMSteerModel) -> None:
         assert list(output.outputs[0].token_ids) == alone[index]
 
     async def tasks() -> None:
-        threads = [asyncio.to_thread(lambda i=i: asyncio.run(one(i))) for i in range(16, 20) for _ in range(5)]
-        await asyncio.gather(*(one(index) for index in range(16) for _ in range(5)), *threads)
+        threads = [asyncio.to_thread(lambda i=i: asyncio.run(one(i))) for i in range(16, 20) for _ in range(ROUNDS)]
+        await asyncio.gather(*(one(index) for index in range(16) for _ in range(ROUNDS)), *threads)
 
     asyncio.run(tasks())
     assert len({tuple(tokens) for tokens in alone}) > 10
