@@ -176,8 +176,8 @@ async def measure_shape(
         skip_tokenizer_init=True,
         max_model_len=2048,
         enable_prefix_caching=False,
-        gpu_memory_utilization=0.3,
-        kv_cache_memory_bytes=16 << 30,  # stated, so that neither start measures the other's memory
+        gpu_memory_utilization=0.2,
+        kv_cache_memory_bytes=6 << 30,  # stated, so that neither start measures the other's memory
         max_capture_bytes=24 << 30,
     )
     plain_start = asyncio.to_thread(PlainEngine, config, enforce_eager=False, detokenize=False)

@@ -35,7 +35,9 @@ def folder() -> str:
 
 def start(dtype: str, **options: Any) -> VLLMSteerModel:
     eager = options.pop("enforce_eager", False)
-    config = VLLMSteeringConfig(folder(), max_model_len=1024, dtype=dtype, gpu_memory_utilization=0.3, **options)
+    config = VLLMSteeringConfig(
+        folder(), max_model_len=1024, dtype=dtype, gpu_memory_utilization=0.1, kv_cache_memory_bytes=2 << 30, **options
+    )
     return VLLMSteerModel(config, enforce_eager=eager)
 
 

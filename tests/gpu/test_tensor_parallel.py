@@ -55,8 +55,8 @@ def models(request: pytest.FixtureRequest, folder: str) -> Iterator[tuple[VLLMSt
             dtype=request.param,
             max_model_len=512,
             skip_tokenizer_init=True,
-            gpu_memory_utilization=0.2,
-            kv_cache_memory_bytes=4 << 30,
+            gpu_memory_utilization=0.1,
+            kv_cache_memory_bytes=2 << 30,
         )
         return VLLMSteerModel(config)
 
