@@ -1,0 +1,148 @@
+"""One side's conversation with its numbers, as it is sent to the page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from chatspace_lab.capture import CaptureHandle
+from chatspace_lab.chat import MessageBoundary
+from chatspace_lab.engine.requests import Prompt
+from chatspace_lab.engine.stream import TextStream
+from chatspace_lab.panels.asked import Asked
+from chatspace_lab.panels.buffers import pack, tokens_that_fit
+from chatspace_lab.panels.pieces import Pieces
+from chatspace_lab.readings import Readings
+from chatspace_lab.spans import rank
+from chatspace_lab.steering.directions import at_layer, is_per_layer
+
+
+class Answer:
+    """An answer under way or complete.
+
+    Parameters
+    ----------
+    asked
+        What it belongs to.
+    messages, prompt
+        The conversation that it answers, and as the engine is given it.
+    stream
+        Brings it.
+    vectors
+        Read along it, by name.
+    steered_spans
+        Positions that are steered, as flat spans.
+    """
+
+    def __init__(
+        self,
+        asked: Asked,
+        messages: list[dict[str, str]],
+        prompt: Prompt,
+        stream: TextStream,
+        vectors: Mapping[str, Any],
+        steered_spans: Sequence[int] = (0, -1),
+    ) -> None:
+        self.asked, self.stream, self.vectors = asked, stream, dict(vectors)
+        self._messages, self._steered_spans = messages, steered_spans
+        self._reread: Readings | None = None
+        handle = stream.handle
+        if handle is None:
+            raise TypeError("a panel's stream captures")
+        self.handle: CaptureHandle = handle
+        self._prompt = list(prompt.token_ids)
+        self._locations = prompt.chat.boundaries if prompt.chat else ()
+
+    @property
+    def readings(self) -> Readings | None:
+        """What has been read so far."""
+        return self._reread or self.stream.readings
+
+    @property
+    def touched(self) -> int:
+        """Tokens that were computed under steering so far."""
+        return rank(self._steered_spans, self.handle.computed)
+
+    def read_again(self, readings: Readings, vectors: Mapping[str, Any]) -> None:
+        """Take readings of other directions, of the same rows."""
+        self._reread, self.vectors = readings, dict(vectors)
+
+    def prompt_norms(self) -> dict[int, float]:
+        """Return the mean norm per layer over the prompt without its first token; empty before it was read."""
+        readings = self.readings
+        if readings is None:
+            return {}
+        chosen = (readings.positions > 0) & (readings.positions < self.handle.prompt_len)
+        if not chosen.any():
+            return {}
+        return dict(zip(readings.layers, map(float, readings.norm[:, chosen].mean(axis=1)), strict=True))
+
+    def projections(self, name: str, layers: Sequence[int]) -> np.ndarray | None:
+        """Return x·u of all tokens but the first, ``[layers, tokens]``; None where it was not read."""
+        readings = self.readings
+        if readings is None or name not in readings.directions or not set(layers) <= set(readings.layers):
+            return None
+        rows = [readings.layers.index(layer) for layer in layers]
+        return readings.projection(name)[rows][:, readings.positions > 0]
+
+    def payload(self, direction: str | None, pieces: Pieces) -> dict[str, Any]:
+        """Return what the page shows. Values cover positions from ``first`` on; the newest token has none yet."""
+        ids = [*self._prompt, *self.stream.token_ids]
+        readings = self.readings
+        count = len(readings) if readings is not None else 0
+        first = count - tokens_that_fit(len(self.asked.layers), count)
+        shown: dict[str, Any] = {
+            "number": self.asked.number,
+            "rows": [row.plain() for row in self.asked.rows],
+            "messages": self._messages,
+            "text": self.stream.text,
+            "finish": self.stream.finish_reason,
+            "prompt": len(self._prompt),
+            "first": first,
+            "ids": ids[first:],
+            "texts": pieces.of(ids)[first:],
+            "bands": self._bands(len(ids)),
+            "layers": list(self.asked.layers),
+            "direction": direction if readings is not None and direction in readings.directions else None,
+            "norm": None,
+            "projection": None,
+        }
+        if readings is not None:
+            shown["norm"] = pack(readings.norm[:, first:])
+            if shown["direction"] is not None:
+                values = readings.projection(shown["direction"])[:, first:]
+                shown["projection"] = pack(_only_known(values, self.vectors[shown["direction"]], readings.layers))
+        return shown
+
+    def _bands(self, length: int) -> list[dict[str, Any]]:
+        """Return where each message stands, the answer last. Those that cannot be located are left out."""
+        bands = [
+            {"message": index, "role": each.role, "start": each.start, "end": each.end}
+            for index, each in enumerate(self._locations)
+            if isinstance(each, MessageBoundary)
+        ]
+        answer = {"message": len(self._messages), "role": "assistant", "start": len(self._prompt), "end": length}
+        return [*bands, answer]
+
+
+def for_layers(vector: Any, layers: Sequence[int]) -> Any:
+    """Return a vector, or one per layer, that can be read at all of ``layers``.
+
+    A direction that is not known at each of them is read there along another layer's; :func:`_only_known` takes those
+    values out again.
+    """
+    if not is_per_layer(vector):
+        return vector
+    known = sorted(vector if isinstance(vector, Mapping) else vector.layers)
+    return {layer: at_layer(vector, layer if layer in known else known[0], "direction") for layer in layers}
+
+
+def _only_known(values: np.ndarray, vector: Any, layers: Sequence[int]) -> np.ndarray:
+    if not is_per_layer(vector):
+        return values
+    known = set(vector if isinstance(vector, Mapping) else vector.layers)
+    out = values.copy()
+    out[[index for index, layer in enumerate(layers) if layer not in known]] = np.nan
+    return out

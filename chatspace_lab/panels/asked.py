@@ -1,0 +1,112 @@
+"""What a run of the panel is asked with: fixed when it starts, and carried by its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from chatspace_lab.errors import RequestError
+from chatspace_lab.panels.rows import Row
+from chatspace_lab.steering.specs import SteeringSpec
+from chatspace_lab.steering.where import Where
+
+SIDES = ("baseline", "steered")
+MAX_LAYERS = 40
+"""Layers that a panel reads; of a deeper model every second, third, …, and those that are steered."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the user said, and the answer of each side; None while there is none."""
+
+    user: str
+    baseline: str | None = None
+    steered: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """Return it as JSON holds it."""
+        return {"user": self.user, "baseline": self.baseline, "steered": self.steered}
+
+    def open(self) -> Turn:
+        """Return it without its answers."""
+        return replace(self, baseline=None, steered=None)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How answers are drawn, the same on both sides."""
+
+    seed: int = 7
+    temperature: float = 0.0
+    max_tokens: int = 64
+
+    def edited(self, patch: dict[str, Any]) -> Sampling:
+        """Return it with some fields changed.
+
+        Raises
+        ------
+        RequestError
+            Naming the field that does not exist or cannot be used.
+        """
+        unknown = set(patch) - {"seed", "temperature", "max_tokens"}
+        if unknown:
+            raise RequestError(f"sampling has no {', '.join(sorted(unknown))}")
+        for name, value in patch.items():
+            whole = name != "temperature"
+            if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+                raise RequestError(f"{name} is a {'whole ' if whole else ''}number, got {value!r}")
+        new = replace(self, **patch)
+        if new.max_tokens < 1 or not 0 <= new.temperature <= 5 or new.seed < 0:
+            raise RequestError("max_tokens is at least 1, temperature from 0 to 5, and a seed is not negative")
+        return new
+
+    def plain(self) -> dict[str, Any]:
+        """Return it as keywords of ``chat``."""
+        return {"seed": self.seed, "temperature": float(self.temperature), "max_tokens": self.max_tokens}
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """One run.
+
+    Attributes
+    ----------
+    number
+        Counts up with every change; an answer with an old number is dropped.
+    rows, spec, where
+        The steering: as shown, and as the engine is given it.
+    turns
+        The conversation; the last turn is answered.
+    system
+        System message, or None.
+    layers
+        Read, ascending.
+    """
+
+    number: int
+    rows: tuple[Row, ...]
+    spec: SteeringSpec
+    where: Where
+    turns: tuple[Turn, ...]
+    system: str | None
+    sampling: Sampling
+    layers: tuple[int, ...]
+
+    def messages(self, side: str) -> list[dict[str, str]]:
+        """Return the conversation of a side, up to the answer that is asked for."""
+        messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+        for turn in self.turns[:-1]:
+            messages.append({"role": "user", "content": turn.user})
+            messages.append({"role": "assistant", "content": getattr(turn, side) or ""})
+        return [*messages, {"role": "user", "content": self.turns[-1].user}]
+
+    def baseline_key(self) -> Any:
+        """Return what the baseline depends on: it stays while this does."""
+        return (self.messages("baseline"), self.sampling, self.layers)
+
+
+def layers_to_read(layer_count: int, needed: Sequence[int]) -> tuple[int, ...]:
+    """Return the layers that a panel reads: all, or of a deep model some at equal distances and the needed ones."""
+    step = -(-layer_count // MAX_LAYERS)
+    return tuple(sorted({*range(0, layer_count, step), layer_count - 1, *needed}))

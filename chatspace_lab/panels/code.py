@@ -1,0 +1,74 @@
+"""A cell that does again what a panel has done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from chatspace_lab.panels.asked import Asked
+from chatspace_lab.panels.rows import Row
+from chatspace_lab.panels.vectors import expression_of, layers_with
+from chatspace_lab.steering.where import Where, as_where
+
+CLASSES = {"add": "AddSpec", "cap": "ProjectionCapSpec", "ablate": "AblationSpec"}
+
+
+def code_of(asked: Asked, vectors: Mapping[str, Any], lab: str) -> str:
+    """Return Python that gives the steered answer again.
+
+    Parameters
+    ----------
+    asked
+        What to do again.
+    vectors
+        By name; a variable that still holds one is written by its name, others as ``lab.vectors[…]``.
+    lab
+        What the session is called in the notebook.
+    """
+    acting = [row for row in asked.rows if row.acts]
+    names = sorted({CLASSES[row.operation] for row in acting} | ({"LayerSteeringSpec"} if acting else set()))
+    where = as_where(asked.where)
+    special = bool(where.indices) or not where.special_tokens
+    imports = [*names, "SteeringSpec", *(["Where"] if special else [])]
+    steps: dict[int, list[str]] = {}
+    for row in acting:
+        for layer in row.layers:
+            steps.setdefault(layer, []).append(_operation(row, layer, vectors, lab))
+    parts = [f"from chatspace_lab import {', '.join(imports)}", ""]
+    if steps:
+        parts.append("spec = SteeringSpec(")
+        parts.append("    {")
+        parts += [
+            f"        {layer}: LayerSteeringSpec(operations=[{', '.join(each)}]),"
+            for layer, each in sorted(steps.items())
+        ]
+        parts.append("    },")
+        parts.append(f"    where={_where(where)},")
+        parts.append(")")
+    else:
+        parts.append("spec = SteeringSpec.none()")
+    parts.append("messages = [")
+    parts += [f"    {message!r}," for message in asked.messages("steered")]
+    parts.append("]")
+    sampling = ", ".join(f"{name}={value!r}" for name, value in asked.sampling.plain().items())
+    parts.append(f"[answer] = {lab}.chat(messages, steering=spec, {sampling})")
+    parts.append("print(answer)")
+    return "\n".join(parts)
+
+
+def _operation(row: Row, layer: int, vectors: Mapping[str, Any], lab: str) -> str:
+    vector = vectors[row.vector]
+    expression = expression_of(row.vector, vectors, lab)
+    if layers_with(vector) is not None:
+        expression += f"[{layer}]" if isinstance(vector, Mapping) else f".at({layer})"
+    values = f"min={row.min!r}, max={row.max!r}" if row.operation == "cap" else repr(row.scale_at(layer))
+    return f"{CLASSES[row.operation]}({expression}, {values})"
+
+
+def _where(where: Where) -> str:
+    if where.indices:
+        name = "Where.messages" if where.part == "messages" else "Where.span"
+        text = f"{name}({', '.join(map(str, where.indices))})"
+    else:
+        text = repr(where.part) if where.special_tokens else f"Where({where.part!r})"
+    return text if where.special_tokens else f"{text}.without_special_tokens()"

@@ -1,0 +1,239 @@
+"""Runs of a panel: idle → waiting → running → done, stopped or failed. At most one at a time; only the newest counts.
+
+Everything here runs on the engine's loop, so nothing needs a lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from chatspace_lab.panels.answers import Answer, for_layers
+from chatspace_lab.panels.asked import SIDES, Asked
+from chatspace_lab.panels.rows import Vectors
+from chatspace_lab.session.aio import AsyncLab
+from chatspace_lab.steering.specs import SteeringSpec
+from chatspace_lab.steering.where import resolve
+
+REST_S = 0.15
+"""Values that no hand has let go of count as settled after this time."""
+FLUSH_S = 0.06
+"""The page is told of new tokens at most this often."""
+MAX_DIRECTIONS = 8
+"""Directions that are read while a run goes; others are read when they are chosen."""
+
+Ask = Callable[[int], Asked]
+
+
+class Runner:
+    """Runs what is asked, newest first.
+
+    Parameters
+    ----------
+    lab
+        Runs it.
+    ask
+        Gives what is asked now, with the number that it was given.
+    tell
+        Called with the status, and what else is known, at every change of it.
+    show
+        Called with a side and its answer when there is something new to see.
+
+    Attributes
+    ----------
+    number
+        Of the newest run.
+    status
+        ``"idle"``, ``"waiting"``, ``"running"``, ``"done"``, ``"stopped"`` or ``"failed"``.
+    answers
+        Side to its newest answer.
+    in_flight, most_in_flight
+        Generations now, and the most that there have ever been at once: a run of both sides is one.
+    """
+
+    def __init__(
+        self,
+        lab: AsyncLab,
+        ask: Ask,
+        vectors: Callable[[], Vectors],
+        tell: Callable[..., None],
+        show: Callable[[str, Answer], None],
+    ) -> None:
+        self._lab, self._ask, self._vectors, self._tell, self._show = lab, ask, vectors, tell, show
+        self._loop = lab.model._loop.loop
+        self.number = 0
+        self.status = "idle"
+        self.answers: dict[str, Answer] = {}
+        self.in_flight = self.most_in_flight = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._flushes: dict[str, asyncio.TimerHandle] = {}
+        self._flushed: dict[str, float] = {}
+        self._baseline: Any = None
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+
+    # -- asked by the panel ------------------------------------------------------------------------------------------
+
+    def change(self, *, rest_s: float = REST_S) -> None:
+        """Values have changed: drop what runs, and run anew once they have rested for so long."""
+        self.number += 1
+        self._cancel()
+        self._set("waiting")
+        self._timer = self._loop.call_later(rest_s, self._start)
+
+    def stop(self) -> None:
+        """Stop what waits or runs. What has come stays."""
+        if self.status in ("waiting", "running"):
+            self._cancel()
+            self._set("stopped")
+
+    def forget_baseline(self) -> None:
+        """Run the baseline too, next time."""
+        self._baseline = None
+
+    async def settled(self) -> None:
+        """Wait until nothing waits or runs."""
+        await self._quiet.wait()
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    def close(self) -> None:
+        """Stop, and drop all captures."""
+        self._cancel()
+        for answer in self.answers.values():
+            answer.handle.close()
+        self.answers.clear()
+
+    # -- on the way --------------------------------------------------------------------------------------------------
+
+    def _cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._task is not None:
+            self._task.cancel()
+
+    def _set(self, status: str, **facts: Any) -> None:
+        self.status = status
+        if status in ("waiting", "running"):
+            self._quiet.clear()
+        else:
+            self._quiet.set()
+        self._tell(status, **facts)
+
+    def _start(self) -> None:
+        self._timer = None
+        self._task = self._loop.create_task(self._run(self.number, self._task))
+
+    async def _run(self, number: int, before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            await asyncio.wait([before])  # the engine has let go of it
+        begun = time.perf_counter()
+        try:
+            asked = self._ask(number)
+            key = asked.baseline_key()
+            sides = ("steered",) if key == self._baseline else SIDES
+            self._set("running", asked=asked, sides=sides)
+            if "baseline" in sides:
+                self._baseline = None
+            await self._generate(asked, sides)
+        except asyncio.CancelledError:
+            if number == self.number and self.status == "stopped":
+                for side, answer in self.answers.items():
+                    if answer.asked.number == number:
+                        self._flush(side)
+                self._tell("stopped", seconds=time.perf_counter() - begun)
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, the user must see it
+            if number == self.number:
+                self._set("failed", error=error)
+            return
+        if number == self.number:
+            self._baseline = key
+            self._set("done", seconds=time.perf_counter() - begun)
+
+    async def _generate(self, asked: Asked, sides: tuple[str, ...]) -> None:
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        try:
+            made = {side: self._answer(asked, side) for side in sides}
+            tasks = [asyncio.ensure_future(self._follow(side, answer)) for side, answer in made.items()]
+            try:
+                await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
+                for side, answer in made.items():
+                    if self.answers.get(side) is not answer:
+                        answer.handle.close()  # it never came to be shown
+        finally:
+            self.in_flight -= 1
+
+    def _answer(self, asked: Asked, side: str) -> Answer:
+        model, vectors = self._lab.model, self._vectors()
+        chosen = {name: vectors[name] for name in list(vectors)[-MAX_DIRECTIONS:]}
+        chosen |= {row.vector: vectors[row.vector] for row in asked.rows if row.vector in vectors}
+        messages, sampling = asked.messages(side), asked.sampling.plain()
+        [prompt] = model.prepare(messages, chat=True, **sampling)
+        stream = model.stream(
+            prompt,
+            steering=asked.spec if side == "steered" else SteeringSpec.none(),
+            capture_layers=asked.layers,
+            read_layers=asked.layers,
+            directions={name: for_layers(vector, asked.layers) for name, vector in chosen.items()},
+            **sampling,
+        )
+        special = model.tokenizer.all_special_ids
+        spans = resolve(
+            asked.where,
+            prompt.token_ids,
+            limit=model.max_model_len,
+            special_ids=special,
+            messages=prompt.chat.boundaries if prompt.chat else None,
+        )
+        return Answer(asked, messages, prompt, stream, chosen, spans)
+
+    async def _follow(self, side: str, answer: Answer) -> None:
+        async with answer.stream:
+            async for _ in answer.stream:
+                if answer.asked.number != self.number:
+                    return
+                self._take(side, answer)
+        self._flush(side)
+
+    def _take(self, side: str, answer: Answer) -> None:
+        """Show a piece, now if it is the first, else with others that come soon."""
+        old = self.answers.get(side)
+        if old is not answer:
+            self.answers[side] = answer
+            if old is not None:
+                old.handle.close()
+            self._flush(side)
+        elif side not in self._flushes:
+            wait = max(0.0, self._flushed[side] + FLUSH_S - self._loop.time())
+            self._flushes[side] = self._loop.call_later(wait, self._flush, side)
+
+    def _flush(self, side: str) -> None:
+        pending = self._flushes.pop(side, None)
+        if pending is not None:
+            pending.cancel()
+        self._flushed[side] = self._loop.time()
+        answer = self.answers.get(side)
+        if answer is not None:
+            self._show(side, answer)
+
+    async def read_again(self, name: str) -> None:
+        """Read the answers that are shown along a direction that was not read while they came."""
+        vectors = self._vectors()
+        for side, answer in list(self.answers.items()):
+            if answer.handle.state != "ready" or name not in vectors:
+                continue
+            wanted = {**answer.vectors, name: vectors[name]}
+            laid = {each: for_layers(vector, answer.asked.layers) for each, vector in wanted.items()}
+            [readings] = await self._lab.model.read_captures([answer.handle], laid)
+            answer.read_again(readings, wanted)
+            self._flush(side)

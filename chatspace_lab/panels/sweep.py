@@ -1,0 +1,302 @@
+"""The sweep panel: a grid of layers and scales that fills while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import traitlets
+
+from chatspace_lab.errors import RequestError
+from chatspace_lab.panels.base import Panel, sentence, static
+from chatspace_lab.panels.vectors import layers_with, snapshot, variables
+from chatspace_lab.session.job import CURRENT, Job
+from chatspace_lab.session.sweep import Grid, lay_out
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from chatspace_lab.session.lab import LabSession
+
+POLL_S = 0.15
+"""The grid is drawn at most this often."""
+REPETITIVE = 0.5
+"""An answer is called incoherent from this share of repeated 3-grams on, …"""
+PERPLEXING = 4.0
+"""… or from this many times the perplexity of the unsteered answer. Both as advice."""
+
+
+class SweepPanel(Panel):
+    """Every layer with every scale in one batch: ``lab.sweep_panel()`` as the last line of a cell.
+
+    Colour is what a run does to the projection on its vector at one layer, beside the unsteered answer; hatched runs
+    have fallen apart. A click shows the text. The session's steering is left out.
+
+    Parameters
+    ----------
+    lab
+        The session.
+    prompt
+        What is asked.
+    vector
+        Name of a vector, or None to choose one in the panel.
+    layers
+        All, with None.
+    doses
+        Of the added vector; dose 1 is the residual's mean norm at that layer on this prompt.
+    read_layer
+        Where the effect is read; None is the last but one.
+
+    Attributes
+    ----------
+    frame : pandas.DataFrame or None
+        The finished part, as ``lab.sweep`` gives it.
+    """
+
+    _esm = static("sweep_panel.js")
+    _css = static("panels.css")
+
+    plan = traitlets.Dict().tag(sync=True)
+    vectors = traitlets.List().tag(sync=True)
+    cells = traitlets.List().tag(sync=True)
+    run = traitlets.Dict().tag(sync=True)
+    chosen = traitlets.Dict(allow_none=True, default_value=None).tag(sync=True)
+
+    def __init__(
+        self,
+        lab: LabSession,
+        prompt: str | None = None,
+        *,
+        vector: str | None = None,
+        layers: Sequence[int] | None = None,
+        doses: Sequence[float] = (-1.0, -0.5, -0.25, 0.25, 0.5, 1.0),
+        read_layer: int | None = None,
+        max_tokens: int = 32,
+        seed: int = 7,
+        temperature: float = 0.0,
+        **traits: Any,
+    ) -> None:
+        plan = {
+            "vector": vector,
+            "layers": list(range(lab.layer_count) if layers is None else layers),
+            "doses": [float(dose) for dose in doses],
+            "prompt": "Tell me about rivers." if prompt is None else prompt,
+            "read_layer": max(lab.layer_count - 2, 0) if read_layer is None else read_layer,
+            "max_tokens": max_tokens,
+            "seed": seed,
+            "temperature": float(temperature),
+        }
+        super().__init__(lab, plan=plan, run={"status": "idle", "number": 0}, **traits)
+        self.frame: pd.DataFrame | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._number = 0
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+        self._handlers = {
+            "plan": lambda m: self._change(m["patch"]),
+            "start": lambda m: self._start(),
+            "stop": lambda m: self._stop(),
+            "variables": lambda m: self._offer(),
+        }
+        self._now(self._offer)
+
+    # -- from Python -------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Run the grid; returns at once."""
+        self._now(self._start)
+
+    def stop(self) -> None:
+        """Stop; the finished part stays."""
+        self._now(self._stop)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until the grid has been run, and raise what went wrong."""
+
+        async def settled() -> None:
+            await self._quiet.wait()
+
+        self._thread.call(settled(), timeout_s)
+        if self.error:
+            raise RequestError(f"the panel shows an error: {self.error}")
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The plan, as plain data; set it, whole or in part."""
+        return dict(self.plan)
+
+    @state.setter
+    def state(self, new: dict[str, Any]) -> None:
+        self._now(lambda: self._change(new))
+
+    # -- on the engine's loop ----------------------------------------------------------------------------------------
+
+    def _change(self, patch: dict[str, Any]) -> None:
+        unknown = set(patch) - set(self.plan)
+        if unknown:
+            raise RequestError(f"a sweep has no {', '.join(sorted(unknown))}, only {', '.join(self.plan)}")
+        self.plan = {**self.plan, **patch}
+
+    def _offer(self) -> None:
+        found = {**variables(self._lab.hidden_size), **self._lab.vectors}
+        self.vectors = [{"name": name, "layers": layers_with(vector)} for name, vector in found.items()]
+        if self.plan["vector"] is None and found:
+            self.plan = {**self.plan, "vector": next(iter(found))}
+
+    def _start(self) -> None:
+        self._stop()
+        self._number += 1
+        self._quiet.clear()
+        self._task = self._thread.loop.create_task(self._sweep(self._number, self._task))
+
+    def _stop(self) -> None:
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+
+    def _tell(self, number: int, status: str, **facts: Any) -> None:
+        if number == self._number:
+            self.run = {"number": number, "status": status, **facts}
+            if status != "running":
+                self._quiet.set()
+
+    async def _sweep(self, number: int, before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            await asyncio.wait([before])
+        plan = dict(self.plan)
+        self.cells, self.chosen, self.frame = [], None, None
+        self._tell(number, "running", total=len(plan["layers"]) * len(plan["doses"]), done=0)
+        try:
+            await self._fill(number, plan)
+        except asyncio.CancelledError:
+            self._tell(number, "stopped", done=len(self.cells), total=self.run.get("total", 0))
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, the user must see it
+            self._show_error(error)
+            self._tell(number, "failed", error=sentence(error))
+            return
+        self._tell(number, "done", done=len(self.cells), total=len(self.cells), reference=self.run.get("reference"))
+
+    async def _fill(self, number: int, plan: dict[str, Any]) -> None:
+        lab, name = self._lab, plan["vector"]
+        if name is None:
+            raise RequestError("choose a vector first")
+        found = {**variables(lab.hidden_size), **lab.vectors}
+        if name not in found:
+            raise RequestError(f"there is no vector {name!r} among the notebook's variables and lab.vectors")
+        vector = lab.vectors[name] = snapshot(found[name], lab.hidden_size, name)
+        messages = [{"role": "user", "content": plan["prompt"]}]
+        sampling = {key: plan[key] for key in ("max_tokens", "seed", "temperature")}
+        await lab.aio.measure(messages)
+        reference = await self._reference(messages, vector, plan, sampling)
+        layers = list(plan["layers"])
+        known = layers_with(vector)
+        missing = [] if known is None else [layer for layer in layers if layer not in known]
+        if missing:
+            raise RequestError(f"{name!r} has no vector for layers {missing}, only for {known}")
+        facts = {"total": len(layers) * len(plan["doses"]), "reference": reference}
+        self._tell(number, "running", done=0, **facts)
+        # A dose is another scale at each layer, so each layer is a sweep of its own; they share the engine's batch.
+        jobs = {layer: Job(f"layer {layer}") for layer in layers}
+        tasks = [
+            asyncio.ensure_future(self._layer(jobs[layer], layer, vector, plan, messages, sampling)) for layer in layers
+        ]
+        try:
+            pending = set(tasks)
+            while pending:
+                _, pending = await asyncio.wait(pending, timeout=POLL_S)
+                self._draw(jobs, plan, reference)
+                self._tell(number, "running", done=len(self.cells), **facts)
+            for task in tasks:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            self._draw(jobs, plan, reference)
+
+    async def _layer(
+        self, job: Job, layer: int, vector: Any, plan: dict[str, Any], messages: Any, sampling: dict[str, Any]
+    ) -> None:
+        lab = self._lab
+        CURRENT.set(job)  # of this task alone
+        unit = lay_out(lab.model, layer, vector, [1.0], "add")[0].vector.norm().item() / lab.aio.norms[layer]
+        if unit == 0:
+            raise RequestError("the vector is zero: no scale of it is a dose")
+        cells = lay_out(lab.model, layer, vector, [dose / unit for dose in plan["doses"]], "add")
+        [prompt] = lab.model.prepare(messages, chat=True, **sampling)
+        grid = Grid(
+            lab.model,
+            prompt,
+            cells,
+            operation="add",
+            read_layer=plan["read_layer"],
+            norms=lab.aio.norms,
+            perplexity=True,
+            sampling=sampling,
+        )
+        job.partial = grid.frame
+        await grid.run()
+
+    async def _reference(
+        self, messages: Any, vector: Any, plan: dict[str, Any], sampling: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return the unsteered answer, its projection on the vector, and its perplexity."""
+        lab = self._lab
+        layer = plan["layers"][0]
+        [prompt] = lab.model.prepare(messages, chat=True, **sampling)
+        grid = Grid(
+            lab.model,
+            prompt,
+            lay_out(lab.model, layer, vector, [0.0], "add"),
+            operation="add",
+            read_layer=plan["read_layer"],
+            norms=lab.aio.norms,
+            perplexity=True,
+            sampling=sampling,
+        )
+        [row] = (await grid.run()).to_dict("records")
+        return {key: plain(row[key]) for key in ("text", "projection", "perplexity", "repetition")}
+
+    def _draw(self, jobs: dict[int, Job], plan: dict[str, Any], reference: dict[str, Any]) -> None:
+        import pandas as pd
+
+        frames = [job.partial() for job in jobs.values() if job.partial is not None]
+        frames = [frame for frame in frames if len(frame)]
+        if not frames:
+            return
+        self.frame = pd.concat(frames, ignore_index=True)
+        rows = self.frame.to_dict("records")
+        self.cells = [cell_of(row, plan["doses"], reference) for row in rows]
+
+
+def cell_of(row: dict[str, Any], doses: Sequence[float], reference: dict[str, Any]) -> dict[str, Any]:
+    """Return a run as the page shows it.
+
+    ``effect`` is the projection beside that of the unsteered answer; ``broken`` whether the answer has fallen apart, by
+    repetition or by its perplexity under the unsteered model.
+    """
+    dose = min(doses, key=lambda each: abs(each - row["dose"]))
+    repetition, perplexity, usual = row["repetition"], row["perplexity"], reference["perplexity"]
+    repetitive = not math.isnan(repetition) and repetition >= REPETITIVE
+    perplexing = usual is not None and not math.isnan(perplexity) and perplexity >= PERPLEXING * max(usual, 1.0)
+    effect = math.nan if reference["projection"] is None else row["projection"] - reference["projection"]
+    return {
+        "layer": int(row["layer"]),
+        "dose": dose,
+        "scale": plain(row["scale"]),
+        "text": row["text"],
+        "effect": plain(effect),
+        "perplexity": plain(perplexity),
+        "repetition": plain(repetition),
+        "tokens": int(row["tokens"]),
+        "broken": bool(repetitive or perplexing),
+    }
+
+
+def plain(value: Any) -> Any:
+    """Return a number as JSON holds it: None for what is not finite."""
+    if isinstance(value, str):
+        return value
+    return float(value) if math.isfinite(value) else None

@@ -1,0 +1,152 @@
+"""Where the panel's vectors come from: the session, variables of the notebook, and contrasting texts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from chatspace_lab.errors import AnalysisError, LabError, RequestError
+from chatspace_lab.steering.directions import at_layer, is_per_layer
+from chatspace_lab.steering.vectors import as_vector
+from chatspace_lab.steering.where import Where
+
+if TYPE_CHECKING:
+    from chatspace_lab.session.aio import AsyncLab
+
+MIN_PAIRS = 4
+"""From so many contrasting pairs on, a direction is tested on pairs that it has not seen."""
+
+
+def layers_with(vector: Any) -> list[int] | None:
+    """Return the layers for which a vector is given; None is all."""
+    if not is_per_layer(vector):
+        return None
+    return sorted(vector if isinstance(vector, Mapping) else vector.layers)
+
+
+def snapshot(vector: Any, hidden_size: int, what: str) -> Any:
+    """Return a copy that later edits do not change, checked: a tensor, or one per layer.
+
+    Raises
+    ------
+    RequestError, SteeringError
+        If it is no vector of this model.
+    """
+    layers = layers_with(vector)
+    if layers is not None and not layers:
+        raise RequestError(f"{what} holds no vector")
+    for layer in [0] if layers is None else layers:
+        found = as_vector(at_layer(vector, layer, what), what)
+        if found.numel() != hidden_size:
+            raise RequestError(f"{what} has {found.numel()} entries, this model's hidden_size is {hidden_size}")
+    if layers is None:
+        return as_vector(vector, what)
+    if isinstance(vector, Mapping):
+        return {int(layer): as_vector(vector[layer], what) for layer in layers}
+    return vector  # a Direction is frozen
+
+
+def variables(hidden_size: int) -> dict[str, Any]:
+    """Return the notebook's variables that are vectors of this size, or directions; empty outside a notebook."""
+    found = {}
+    for name, value in _namespace().items():
+        of_a_kind = isinstance(value, torch.Tensor | np.ndarray | Mapping) or _is_direction(value)
+        if name.startswith("_") or not of_a_kind:
+            continue
+        if isinstance(value, torch.Tensor | np.ndarray) and (value.ndim != 1 or len(value) != hidden_size):
+            continue
+        try:
+            snapshot(value, hidden_size, name)
+        except (LabError, TypeError, ValueError):
+            continue  # some other thing
+        found[name] = value
+    return found
+
+
+def name_in_notebook(value: Any) -> str | None:
+    """Return the name of a variable that is this very object, or None."""
+    return next((name for name, each in _namespace().items() if each is value and not name.startswith("_")), None)
+
+
+def expression_of(name: str, vectors: Mapping[str, Any], lab: str) -> str:
+    """Return an expression for a vector: the variable that still holds it, else the session's copy."""
+    value = _namespace().get(name)
+    if name.isidentifier() and value is not None and _same(value, vectors[name]):
+        return name
+    return f"{lab}.vectors[{name!r}]"
+
+
+def _same(left: Any, right: Any) -> bool:
+    if left is right:
+        return True
+    if layers_with(left) != layers_with(right):
+        return False
+    try:
+        return all(
+            torch.equal(as_vector(at_layer(left, at, "left"), "left"), as_vector(at_layer(right, at, "right"), "right"))
+            for at in layers_with(left) or [0]
+        )
+    except LabError:
+        return False
+
+
+def _is_direction(value: Any) -> bool:
+    return (
+        not isinstance(value, type) and hasattr(value, "vectors") and hasattr(value, "layers") and hasattr(value, "at")
+    )
+
+
+def _namespace() -> dict[str, Any]:
+    try:
+        from IPython import get_ipython
+    except ModuleNotFoundError:
+        return {}
+    shell = get_ipython()
+    return {} if shell is None else dict(shell.user_ns)
+
+
+def lines(text: str) -> list[str]:
+    """Return the texts of a form's field, one a line."""
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+async def contrast(lab: AsyncLab, name: str, positive: Sequence[str], negative: Sequence[str]) -> Any:
+    """Return the direction from ``negative`` to ``positive`` texts at every layer: the difference of their means.
+
+    Each text counts with the mean over its tokens without the first, which is much longer than the others. With as
+    many texts on both sides, and at least four, it is tested on pairs that were held out.
+
+    Raises
+    ------
+    RequestError, AnalysisError
+    """
+    if not name.strip():
+        raise RequestError("give the direction a name")
+    if not positive or not negative:
+        raise RequestError("contrasting texts: at least one on each side, a text a line")
+    layers = range(lab.model.layer_count)
+    pooled = await lab.capture(
+        [*positive, *negative], layers, "mean", where=Where.span(1, lab.model.max_model_len), steering=None
+    )
+    values = pooled.by_layer()
+    first = {layer: rows[: len(positive)] for layer, rows in values.items()}
+    second = {layer: rows[len(positive) :] for layer, rows in values.items()}
+    return await asyncio.to_thread(_difference, name.strip(), first, second)
+
+
+def _difference(name: str, positive: dict[int, np.ndarray], negative: dict[int, np.ndarray]) -> Any:
+    from chatspace_lab.analysis import Direction, difference_of_means
+
+    counts = len(positive[0]), len(negative[0])
+    if counts[0] == counts[1] >= MIN_PAIRS:
+        return difference_of_means(positive, negative, name=name)
+    raw = {layer: positive[layer].mean(axis=0) - negative[layer].mean(axis=0) for layer in positive}
+    norms = {layer: float(np.linalg.norm(vector)) for layer, vector in raw.items()}
+    if not all(norms.values()):
+        raise AnalysisError("the texts of both sides do not differ")
+    details = {"positive": counts[0], "negative": counts[1]}
+    return Direction(name, raw, norms, method="difference of means", details=details)

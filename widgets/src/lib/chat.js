@@ -1,0 +1,169 @@
+/** One side's conversation, its tokens tinted. */
+
+import { tint } from "./colours.js";
+import { fill, h, write } from "./dom.js";
+import { notAnswered } from "./numbers.js";
+
+/** @typedef {import("../types").Answer} Answer */
+
+/**
+ * @param {string} side
+ * @param {{hover: (side: string, position: number | null) => void, pin: (side: string, position: number) => void, edit: (turn: number, text: string) => void}} calls
+ */
+export function chatPane(side, calls) {
+  /** @type {Map<number, HTMLElement>} */
+  let spans = new Map();
+  /** @type {Answer | null} */
+  let drawn = null;
+  let answerBody = h("div");
+  let shownTokens = 0;
+  let active = -1;
+  const body = h("div", { class: "cl-messages", tabindex: 0, role: "log", "aria-label": `${side} conversation; arrow keys walk over its tokens, Enter pins one` });
+  const waiting = h("div", { class: "cl-pending" });
+  const problem = h("div", { class: "cl-error", role: "alert", hidden: true });
+  const element = h("section", { class: `cl-pane cl-${side}`, "aria-label": side }, h("div", { class: "cl-pane-title" }, side), body, waiting, problem);
+
+  /** @param {number} position @param {string} text */
+  function token(position, text) {
+    const span = h("span", { class: "cl-token", "data-position": position }, text);
+    spans.set(position, span);
+    return span;
+  }
+
+  /** @param {string} text @param {number} turn */
+  function userBubble(text, turn) {
+    const bubble = h("div", { class: "cl-text" });
+    const change = h("button", { type: "button", class: "cl-small cl-edit", "aria-label": `edit message ${turn + 1} (${side})` }, "✎");
+    const row = h("div", { class: "cl-message", "data-role": "user" }, h("span", { class: "cl-role" }, "user"), bubble, change);
+    change.addEventListener("click", () => {
+      const field = h("textarea", { rows: 2, "aria-label": `new text of message ${turn + 1} (${side})` });
+      field.value = text;
+      const save = h("button", { type: "button", class: "cl-small" }, "save");
+      const leave = h("button", { type: "button", class: "cl-small" }, "cancel");
+      const form = h("div", { class: "cl-edit-form" }, field, save, leave);
+      const done = () => {
+        form.remove();
+        row.classList.remove("cl-editing");
+      };
+      save.addEventListener("click", () => {
+        calls.edit(turn, field.value);
+        done();
+      });
+      leave.addEventListener("click", done);
+      field.addEventListener("keydown", (event) => {
+        if (event.key === "Escape") done();
+        if (event.key === "Enter" && !event.shiftKey) {
+          event.preventDefault();
+          save.click();
+        }
+      });
+      row.classList.add("cl-editing");
+      row.append(form);
+      field.focus();
+    });
+    return { row, bubble };
+  }
+
+  /** @param {Answer} answer */
+  function rebuild(answer) {
+    spans = new Map();
+    const rows = [];
+    let turn = 0;
+    answer.messages.forEach((message, index) => {
+      const band = answer.bands.find((each) => each.message === index);
+      /** @type {(Node | string)[]} */
+      let content = [message.content];
+      if (band && band.start >= answer.first && band.end <= answer.first + answer.ids.length) {
+        const texts = answer.texts.slice(band.start - answer.first, band.end - answer.first);
+        if (texts.join("") === message.content) content = texts.map((text, at) => token(band.start + at, text));
+      }
+      if (message.role === "user") {
+        const { row, bubble } = userBubble(message.content, turn);
+        fill(bubble, ...content);
+        rows.push(row);
+        turn += 1;
+      } else {
+        rows.push(h("div", { class: "cl-message", "data-role": message.role }, h("span", { class: "cl-role" }, message.role), h("div", { class: "cl-text" }, ...content)));
+      }
+    });
+    answerBody = h("div", { class: "cl-text cl-answer", "data-side": side });
+    rows.push(h("div", { class: "cl-message", "data-role": "assistant" }, h("span", { class: "cl-role" }, "assistant"), answerBody));
+    fill(body, ...rows);
+    shownTokens = 0;
+  }
+
+  body.addEventListener("pointerover", (event) => {
+    const span = event.target instanceof Element ? event.target.closest(".cl-token") : null;
+    calls.hover(side, span instanceof HTMLElement ? Number(span.dataset.position) : null);
+  });
+  body.addEventListener("pointerleave", () => calls.hover(side, null));
+  body.addEventListener("click", (event) => {
+    const span = event.target instanceof Element ? event.target.closest(".cl-token") : null;
+    if (span instanceof HTMLElement) calls.pin(side, Number(span.dataset.position));
+  });
+  body.addEventListener("keydown", (event) => {
+    if (event.target !== body) return;
+    const positions = [...spans.keys()].sort((left, right) => left - right);
+    if (!positions.length) return;
+    const step = event.key === "ArrowRight" ? 1 : event.key === "ArrowLeft" ? -1 : 0;
+    if (step) {
+      const at = positions.indexOf(active);
+      active = positions[Math.min(Math.max(at < 0 ? 0 : at + step, 0), positions.length - 1)];
+      calls.hover(side, active);
+    } else if (event.key === "Enter" && spans.has(active)) calls.pin(side, active);
+    else return;
+    event.preventDefault();
+  });
+
+  return {
+    element,
+    /** Where a token stands on the page. @param {number} position */
+    span(position) {
+      return spans.get(position) ?? null;
+    },
+    /** @param {Answer | null} answer @param {number | null} parts index of the answer's first token that differs @param {string[]} users */
+    text(answer, parts, users) {
+      if (!answer) {
+        drawn = null;
+        spans = new Map();
+        fill(body);
+      } else {
+        if (!drawn || drawn.number !== answer.number || drawn.first !== answer.first || answer.texts.length < shownTokens) rebuild(answer);
+        const from = Math.max(answer.prompt - answer.first, 0);
+        for (let at = Math.max(from, shownTokens); at < answer.texts.length; at += 1) answerBody.append(token(answer.first + at, answer.texts[at]));
+        // the last piece may have been a part of a character then
+        for (let at = Math.max(from, shownTokens - 4); at < shownTokens; at += 1) write(/** @type {Element} */ (spans.get(answer.first + at)), answer.texts[at]);
+        shownTokens = answer.texts.length;
+        drawn = answer;
+        for (const span of body.querySelectorAll(".cl-part")) span.classList.remove("cl-part");
+        const marked = parts === null ? null : spans.get(answer.prompt + parts);
+        if (marked) marked.classList.add("cl-part");
+      }
+      const known = answer ? answer.messages.filter((each) => each.role === "user").map((each) => each.content) : [];
+      const open = notAnswered(known, users);
+      fill(waiting, ...open.map((text) => h("div", { class: "cl-message", "data-role": "user" }, h("span", { class: "cl-role" }, "user"), h("div", { class: "cl-text" }, text))));
+    },
+    /** @param {(position: number) => number} valueOf NaN where nothing is known @param {number} most */
+    tint(valueOf, most) {
+      for (const [position, span] of spans) {
+        const value = valueOf(position);
+        span.style.backgroundColor = tint(value, most);
+        span.classList.toggle("cl-negative", value < -0.25 * most);
+      }
+    },
+    /** @param {number | null} pinned @param {number | null} hovered */
+    mark(pinned, hovered) {
+      for (const span of body.querySelectorAll(".cl-pinned, .cl-hovered")) span.classList.remove("cl-pinned", "cl-hovered");
+      if (pinned !== null) spans.get(pinned)?.classList.add("cl-pinned");
+      if (hovered !== null) spans.get(hovered)?.classList.add("cl-hovered");
+    },
+    /** @param {{stale: boolean, error: string | null}} state */
+    state({ stale, error }) {
+      element.classList.toggle("cl-stale", stale);
+      element.setAttribute("aria-busy", String(stale));
+      body.hidden = error !== null;
+      problem.hidden = error === null;
+      write(problem, error ?? "");
+    },
+  };
+}

@@ -1,0 +1,115 @@
+/** From what the kernel sends to what is drawn. No DOM. */
+
+/** @typedef {import("../types").Answer} Answer */
+/** @typedef {import("../types").Band} Band */
+/** @typedef {import("../types").Numbers} Numbers */
+/** @typedef {import("../types").Packed} Packed */
+
+/** A half-precision number. @param {number} bits */
+export function fromHalf(bits) {
+  const sign = bits & 0x8000 ? -1 : 1;
+  const exponent = (bits >> 10) & 0x1f;
+  const rest = bits & 0x3ff;
+  if (exponent === 0) return sign * rest * 2 ** -24;
+  if (exponent === 31) return rest ? NaN : sign * Infinity;
+  return sign * (1 + rest / 1024) * 2 ** (exponent - 15);
+}
+
+/** @param {Packed | null} packed @returns {Float32Array[] | null} a row per layer */
+export function unpack(packed) {
+  if (!packed) return null;
+  const [layers = 0, tokens = 0] = packed.shape;
+  const data = packed.data;
+  const rows = [];
+  for (let layer = 0; layer < layers; layer += 1) {
+    const row = new Float32Array(tokens);
+    for (let at = 0; at < tokens; at += 1) {
+      row[at] = fromHalf(data.getUint16(2 * (layer * tokens + at), true)) * packed.factor;
+    }
+    rows.push(row);
+  }
+  return rows;
+}
+
+/** @param {Answer | null} answer @returns {Numbers | null} */
+export function numbersOf(answer) {
+  if (!answer || !answer.norm) return null;
+  const norm = unpack(answer.norm) ?? [];
+  return {
+    first: answer.first,
+    count: norm.length ? norm[0].length : 0,
+    layers: answer.layers,
+    norm,
+    projection: unpack(answer.projection),
+  };
+}
+
+/** The index of the first token where two answers part; null if one is a beginning of the other. @param {number[]} left @param {number[]} right @returns {number | null} */
+export function firstDifference(left, right) {
+  const length = Math.min(left.length, right.length);
+  for (let at = 0; at < length; at += 1) if (left[at] !== right[at]) return at;
+  return null;
+}
+
+/** The tokens of an answer, without its prompt. @param {Answer} answer */
+export function generated(answer) {
+  return answer.ids.slice(Math.max(answer.prompt - answer.first, 0));
+}
+
+/** Projections of each token at a layer, by position − first; null if none were read. @param {Numbers | null} numbers @param {number} layer */
+export function projectionsAt(numbers, layer) {
+  if (!numbers || !numbers.projection) return null;
+  const at = numbers.layers.indexOf(layer);
+  return at < 0 ? null : numbers.projection[at];
+}
+
+/** The largest size among values but that of position 0, which is many times larger. @param {(Numbers | null)[]} sides @param {number[]} layers */
+export function largest(sides, layers) {
+  let most = 0;
+  for (const numbers of sides) {
+    for (const layer of layers) {
+      const values = projectionsAt(numbers, layer);
+      if (!values || !numbers) continue;
+      for (let at = 0; at < values.length; at += 1) {
+        if (numbers.first + at > 0 && Math.abs(values[at]) > most) most = Math.abs(values[at]);
+      }
+    }
+  }
+  return most;
+}
+
+/** Mean of values over a band of positions but position 0; NaN if none is known. @param {Float32Array} values @param {number} first @param {Band} band */
+export function bandMean(values, first, band) {
+  let sum = 0;
+  let count = 0;
+  for (let position = Math.max(band.start, first, 1); position < Math.min(band.end, first + values.length); position += 1) {
+    const value = values[position - first];
+    if (Number.isFinite(value)) {
+      sum += value;
+      count += 1;
+    }
+  }
+  return count ? sum / count : NaN;
+}
+
+/** Norm or cosine of each message at a layer: the mean over its tokens. @param {Numbers | null} numbers @param {number} layer @param {Band[]} bands @param {"norm" | "cosine"} what @returns {number[]} */
+export function perMessage(numbers, layer, bands, what) {
+  const at = numbers ? numbers.layers.indexOf(layer) : -1;
+  if (!numbers || at < 0 || (what === "cosine" && !numbers.projection)) return bands.map(() => NaN);
+  const values = what === "norm" ? numbers.norm[at] : cosines(numbers, at);
+  return bands.map((band) => bandMean(values, numbers.first, band));
+}
+
+/** Cosine of each token with the direction at a layer, given by its index. @param {Numbers} numbers @param {number} index */
+export function cosines(numbers, index) {
+  const norm = numbers.norm[index];
+  const projection = numbers.projection ? numbers.projection[index] : new Float32Array(norm.length).fill(NaN);
+  return projection.map((value, at) => value / norm[at]);
+}
+
+/** Which users' messages are not in an answer yet: all from the first that differs. @param {string[]} shown @param {string[]} users */
+export function notAnswered(shown, users) {
+  let same = 0;
+  while (same < users.length && shown[same] === users[same]) same += 1;
+  return users.slice(same);
+}

@@ -1,0 +1,429 @@
+/** The steering panel. The session owns steering and runs; the page owns what is open, picked and hovered. */
+
+import { chatPane } from "./lib/chat.js";
+import { assign, fill, h, numberField, setNumber, write } from "./lib/dom.js";
+import { layerStrip } from "./lib/layers.js";
+import { firstDifference, generated, largest, numbersOf, projectionsAt } from "./lib/numbers.js";
+import { colourLegend, drawPlot } from "./lib/plots.js";
+import { rowView } from "./lib/row.js";
+import { short } from "./lib/scales.js";
+
+/** @typedef {import("./types").Answer} Answer */
+/** @typedef {import("./types").Model} Model */
+/** @typedef {import("./types").Numbers} Numbers */
+/** @typedef {import("./types").Row} Row */
+/** @typedef {import("./types").Run} Run */
+/** @typedef {import("./types").View} View */
+
+const PLOTS = { norm: "norm per message", cosine: "cosine per message", projection: "projection per token", heatmap: "layer × token" };
+const WORDS = { idle: "ready", waiting: "waiting", running: "running", done: "ready", stopped: "stopped", failed: "failed" };
+
+/** @param {{model: Model, el: HTMLElement}} context */
+function render({ model, el }) {
+  const viewId = Math.random().toString(36).slice(2);
+  let count = 0;
+  /** Edits of this view that the kernel has not answered yet. @type {Map<string, {patch: Partial<Row>, n: number}>} */
+  const edits = new Map();
+  /** Rows under the hand: their sliders have moved and nothing was sent yet. @type {Set<string>} */
+  const moving = new Set();
+  /** @type {Map<string, ReturnType<typeof rowView>>} */
+  const rowViews = new Map();
+  /** @type {{side: string, position: number} | null} */
+  let hovered = null;
+  /** @type {Record<string, {answer: Answer | null, numbers: Numbers | null}>} */
+  const sides = { baseline: { answer: null, numbers: null }, steered: { answer: null, numbers: null } };
+
+  /** @param {Record<string, unknown>} message */
+  function tell(message) {
+    count += 1;
+    model.send({ ...message, view: viewId, n: count });
+    return count;
+  }
+
+  /** @returns {View} */
+  const view = () => model.get("view");
+
+  /** @param {Partial<View>} patch */
+  function look(patch) {
+    model.set("view", { ...view(), ...patch });
+    model.save_changes();
+  }
+
+  // -- header ---------------------------------------------------------------------------------------------------------
+
+  const facts = model.get("facts");
+  const status = h("span", { class: "cl-status", role: "status", "aria-live": "polite" });
+  const steeredCount = h("span", { class: "cl-note" });
+  const stop = h("button", { type: "button", class: "cl-small", "aria-label": "stop" }, "⏹ stop");
+  stop.addEventListener("click", () => tell({ kind: "stop" }));
+  const header = h("header", { class: "cl-header" }, h("strong", {}, "chatspace-lab"), h("span", {}, facts.model), h("span", { class: "cl-note" }, `${facts.dtype}, ${facts.layers} layers`), h("span", { class: "cl-space" }), status, steeredCount, stop);
+  const error = h("div", { class: "cl-error", role: "alert" });
+
+  // -- vectors ----------------------------------------------------------------------------------------------------------
+
+  const rowsBox = h("div", { class: "cl-rows" });
+  const source = h("select", { "aria-label": "vector to add" });
+  const add = h("button", { type: "button", class: "cl-small" }, "add row");
+  add.addEventListener("click", () => source.value && tell({ kind: "add", vector: source.value }));
+  for (const event of ["pointerdown", "focus"]) source.addEventListener(event, () => tell({ kind: "variables" }));
+  const formName = h("input", { type: "text", placeholder: "name", "aria-label": "name of the direction" });
+  const positive = h("textarea", { rows: 3, placeholder: "texts that have it, one a line", "aria-label": "texts that have it, one a line" });
+  const negative = h("textarea", { rows: 3, placeholder: "texts that do not", "aria-label": "texts that do not have it, one a line" });
+  const build = h("button", { type: "button", class: "cl-small" }, "build");
+  build.addEventListener("click", () => tell({ kind: "contrast", name: formName.value, positive: positive.value, negative: negative.value }));
+  const busy = h("span", { class: "cl-note", "aria-live": "polite" });
+  const form = h("details", { class: "cl-form" }, h("summary", {}, "from contrasting texts"), h("div", { class: "cl-form-body" }, formName, positive, negative, build, busy));
+  const prompt = h("input", { type: "checkbox", "aria-label": "steer the prompt" });
+  const answer = h("input", { type: "checkbox", "aria-label": "steer the answer" });
+  const whereNote = h("span", { class: "cl-note" });
+  for (const [box, other] of [[prompt, answer], [answer, prompt]]) {
+    box.addEventListener("change", () => {
+      if (!prompt.checked && !answer.checked) other.checked = true; // something is steered, or rows are muted
+      tell({ kind: "where", where: prompt.checked && answer.checked ? "all" : prompt.checked ? "prompt" : "answer" });
+    });
+  }
+  const where = h("span", { class: "cl-where" }, "applies to: ", h("label", {}, prompt, " prompt"), h("label", {}, answer, " answer"), whereNote);
+  const vectors = h("section", { class: "cl-vectors", "aria-label": "vectors" }, rowsBox, h("div", { class: "cl-add" }, source, add, form, h("span", { class: "cl-space" }), where));
+
+  /** Rows as they are to be shown: the kernel's, with edits that it has not answered yet. @returns {Row[]} */
+  function shownRows() {
+    return model.get("rows").map((/** @type {Row} */ row) => ({ ...row, ...edits.get(row.id)?.patch }));
+  }
+
+  function drawRows() {
+    const rows = shownRows();
+    const known = new Map(model.get("vectors").map((/** @type {any} */ each) => [each.name, each.layers]));
+    for (const [id, each] of rowViews) {
+      if (!rows.some((row) => row.id === id)) {
+        each.element.remove();
+        rowViews.delete(id);
+        moving.delete(id);
+      }
+    }
+    rows.forEach((row, at) => {
+      let each = rowViews.get(row.id);
+      if (!each) {
+        each = rowView(row, facts.layers, {
+          moving: (id) => {
+            moving.add(id);
+            drawState();
+          },
+          edit: (id, patch) => {
+            moving.delete(id);
+            const before = edits.get(id)?.patch;
+            edits.set(id, { patch: { ...before, ...patch }, n: tell({ kind: "edit", row: id, patch }) });
+            drawRows();
+            drawState();
+          },
+          remove: (id) => tell({ kind: "remove", row: id }),
+        });
+        rowViews.set(row.id, each);
+      }
+      if (rowsBox.children[at] !== each.element) rowsBox.insertBefore(each.element, rowsBox.children[at] ?? null);
+      each.update(row, known.get(row.vector) ?? null);
+    });
+    const steered = new Set(rows.filter((row) => !row.muted).flatMap((row) => row.layers));
+    write(steeredCount, `${steered.size} steered layer${steered.size === 1 ? "" : "s"}`);
+  }
+
+  function drawSources() {
+    const names = model.get("vectors").map((/** @type {any} */ each) => each.name);
+    for (const [select, first] of /** @type {[HTMLSelectElement, string][]} */ ([[source, names.length ? "add a vector …" : "no vectors yet"], [direction, "none"]])) {
+      const chosen = select === direction ? view().direction ?? "" : select.value;
+      fill(select, h("option", { value: "" }, first), ...model.get("vectors").map((/** @type {any} */ each) => h("option", { value: each.name }, each.from === "variable" ? `${each.name} (variable)` : each.name)));
+      select.value = chosen;
+    }
+  }
+
+  function drawWhere() {
+    const chosen = model.get("where");
+    prompt.checked = chosen === "all" || chosen === "prompt";
+    answer.checked = chosen === "all" || chosen === "answer";
+    write(whereNote, ["all", "prompt", "answer"].includes(chosen) ? "" : chosen);
+  }
+
+  // -- chats ------------------------------------------------------------------------------------------------------------
+
+  const calls = {
+    /** @param {string} side @param {number | null} position */
+    hover(side, position) {
+      hovered = position === null ? null : { side, position };
+      drawMarks();
+    },
+    /** @param {string} side @param {number} position */
+    pin(side, position) {
+      const now = view().pinned;
+      look({ pinned: now && now.position === position ? null : { side, position } });
+    },
+    /** @param {number} index @param {string} text */
+    edit(index, text) {
+      tell({ kind: "turn", index, text });
+    },
+  };
+  const panes = { baseline: chatPane("baseline", calls), steered: chatPane("steered", calls) };
+  const tip = h("div", { class: "cl-tip", role: "tooltip", hidden: true });
+  const field = h("textarea", { rows: 2, placeholder: "type a message …", "aria-label": "message" });
+  field.value = model.get("draft");
+  const send = h("button", { type: "button" }, "send ⏎");
+  const again = h("button", { type: "button", class: "cl-small" }, "regenerate");
+  const fresh = h("button", { type: "button", class: "cl-small" }, "new chat");
+  const submit = () => {
+    if (!field.value.trim()) return;
+    tell({ kind: "ask", text: field.value });
+    field.value = "";
+  };
+  send.addEventListener("click", submit);
+  field.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      submit();
+    }
+  });
+  again.addEventListener("click", () => tell({ kind: "regenerate" }));
+  fresh.addEventListener("click", () => tell({ kind: "clear" }));
+  const resample = (/** @type {string} */ name) => (/** @type {number} */ value) => tell({ kind: "sampling", patch: { [name]: name === "temperature" ? value : Math.round(value) } });
+  const seed = numberField("seed", { min: 0, step: 1 }, resample("seed"));
+  const temperature = numberField("temperature", { min: 0, max: 5, step: 0.1 }, resample("temperature"));
+  const most = numberField("most tokens of an answer", { min: 1, step: 1 }, resample("max_tokens"));
+  const chats = h(
+    "section",
+    { class: "cl-chats", "aria-label": "conversations" },
+    h("div", { class: "cl-panes" }, panes.baseline.element, panes.steered.element),
+    h("div", { class: "cl-input" }, field, h("div", { class: "cl-buttons" }, send, again, fresh, h("label", {}, "seed", seed), h("label", {}, "T", temperature), h("label", {}, "tokens", most))),
+  );
+
+  /** @param {string} side */
+  function take(side) {
+    const given = model.get(side);
+    const found = given && "number" in given ? given : null;
+    sides[side] = { answer: found, numbers: numbersOf(found) };
+  }
+
+  function parting() {
+    const { baseline, steered } = sides;
+    if (!baseline.answer || !steered.answer) return null;
+    return firstDifference(generated(baseline.answer), generated(steered.answer));
+  }
+
+  function drawTexts() {
+    const parts = parting();
+    const users = model.get("turns").map((/** @type {any} */ turn) => turn.user);
+    for (const side of /** @type {const} */ (["baseline", "steered"])) panes[side].text(sides[side].answer, parts, users);
+  }
+
+  function drawTints() {
+    const layer = view().layers[0];
+    const top = largest([sides.baseline.numbers, sides.steered.numbers], [layer]);
+    for (const side of /** @type {const} */ (["baseline", "steered"])) {
+      const { numbers } = sides[side];
+      const values = projectionsAt(numbers, layer);
+      panes[side].tint((position) => (values && numbers ? values[position - numbers.first] ?? NaN : NaN), top);
+    }
+    fill(legend, ...(top > 0 ? [colourLegend(top, `projection on ${view().direction} at layer ${layer}, in units of the residual stream`)] : []));
+  }
+
+  /** What is shown belongs to other values than those of the controls: grey it. */
+  function drawState() {
+    /** @type {Run} */
+    const run = model.get("run");
+    const moved = moving.size > 0 || edits.size > 0;
+    const word = moved && model.get("turns").length ? "waiting" : WORDS[run.status];
+    write(status, `${word} ●`);
+    status.dataset.status = moved && model.get("turns").length ? "waiting" : run.status;
+    stop.disabled = !["waiting", "running"].includes(run.status);
+    for (const side of /** @type {const} */ (["baseline", "steered"])) {
+      const found = sides[side].answer;
+      const failed = run.status === "failed" && (run.sides ?? []).includes(side);
+      const mine = side === "steered" || (run.sides ?? []).includes(side);
+      const stale = found !== null && mine && (found.number !== run.number || run.status === "waiting" || (side === "steered" && moved));
+      panes[side].state({ stale, error: failed ? run.error ?? "it failed" : null });
+    }
+    if (run.receipt && run.status !== "waiting") drawReceipt(run);
+    receipt.classList.toggle("cl-stale", !run.receipt || moved);
+  }
+
+  // -- plots ------------------------------------------------------------------------------------------------------------
+
+  const layer = h("select", { "aria-label": "layer of the tints and plots" }, ...Array.from({ length: facts.layers }, (_, at) => h("option", { value: at }, at)));
+  layer.addEventListener("change", () => look({ layers: [Number(layer.value), ...view().layers.slice(1).filter((each) => each !== Number(layer.value))] }));
+  const more = layerStrip({
+    label: "layers of the plots",
+    count: facts.layers,
+    changed: (layers) => {
+      const first = view().layers[0];
+      if (layers.length) look({ layers: layers.includes(first) ? [first, ...layers.filter((each) => each !== first)] : layers });
+      else drawLooks();
+    },
+  });
+  const direction = h("select", { "aria-label": "direction of the tints and plots" });
+  direction.addEventListener("change", () => look({ direction: direction.value || null }));
+  const tabs = Object.entries(PLOTS).map(([name, text]) => {
+    const tab = h("button", { type: "button", role: "tab", "data-plot": name }, text);
+    tab.addEventListener("click", () => look({ plot: name }));
+    tab.addEventListener("keydown", (event) => {
+      const names = Object.keys(PLOTS);
+      const step = event.key === "ArrowRight" ? 1 : event.key === "ArrowLeft" ? -1 : 0;
+      if (!step) return;
+      const next = names[(names.indexOf(name) + step + names.length) % names.length];
+      look({ plot: next });
+      tabs[names.indexOf(next)].focus();
+      event.preventDefault();
+    });
+    return tab;
+  });
+  const plotBox = h("div", { class: "cl-plot-box", role: "tabpanel" });
+  const legend = h("div");
+  const plots = h(
+    "section",
+    { class: "cl-plots", "aria-label": "plots" },
+    legend,
+    h("div", { class: "cl-looks" }, h("label", {}, "layer ", layer), h("label", {}, "direction ", direction), more.element, h("span", { class: "cl-space" }), h("div", { role: "tablist", "aria-label": "plots" }, ...tabs)),
+    plotBox,
+  );
+
+  function drawLooks() {
+    const { layers, plot } = view();
+    layer.value = String(layers[0]);
+    more.set([...layers].sort((left, right) => left - right), sides.steered.answer ? sides.steered.answer.layers : null);
+    direction.value = view().direction ?? "";
+    for (const tab of tabs) assign(tab, { "aria-selected": String(tab.dataset.plot === plot), tabindex: tab.dataset.plot === plot ? 0 : -1 });
+  }
+
+  let frame = 0;
+  function drawPlots() {
+    if (!frame) frame = requestAnimationFrame(plotNow);
+  }
+
+  function plotNow() {
+    frame = 0;
+    const { layers, pinned, plot } = view();
+    const { baseline, steered } = sides;
+    drawPlot(plotBox, plot, {
+      baseline: baseline.numbers,
+      steered: steered.numbers,
+      bands: (steered.answer ?? baseline.answer)?.bands ?? [],
+      baselineBands: (baseline.answer ?? steered.answer)?.bands ?? [],
+      layers,
+      direction: view().direction ?? "no direction",
+      pinned: pinned ? pinned.position : null,
+      hovered: hovered ? hovered.position : null,
+      pin: (position) => calls.pin("steered", position),
+    });
+  }
+
+  function drawMarks() {
+    const { pinned, layers } = view();
+    for (const side of /** @type {const} */ (["baseline", "steered"])) {
+      panes[side].mark(pinned ? pinned.position : null, hovered && hovered.side === side ? hovered.position : null);
+    }
+    const shown = hovered ?? pinned;
+    const pane = shown ? panes[/** @type {"baseline" | "steered"} */ (shown.side)] : null;
+    const span = shown && pane ? pane.span(shown.position) : null;
+    tip.hidden = !span || !shown;
+    if (span && shown) {
+      const { answer: found, numbers } = sides[shown.side];
+      const values = projectionsAt(numbers, layers[0]);
+      const value = values && numbers ? values[shown.position - numbers.first] : NaN;
+      write(tip, `${view().direction ?? "no direction"} at ${layers[0]}: ${short(value ?? NaN)} · token ${found?.ids[shown.position - found.first]} · position ${shown.position}`);
+      const box = span.getBoundingClientRect();
+      const around = root.getBoundingClientRect();
+      tip.style.left = `${Math.min(Math.max(box.left - around.left, 0), Math.max(around.width - 320, 0))}px`;
+      tip.style.top = `${box.bottom - around.top + 4}px`;
+    }
+    drawPlots();
+  }
+
+  // -- receipt ----------------------------------------------------------------------------------------------------------
+
+  const receiptText = h("span", { class: "cl-receipt-text" });
+  const code = h("pre", { class: "cl-code", tabindex: 0, "aria-label": "a cell that does it again" });
+  const copy = h("button", { type: "button", class: "cl-small" }, "copy as code");
+  const shownCode = h("details", {}, h("summary", {}, "code"), code);
+  copy.addEventListener("click", async () => {
+    try {
+      await navigator.clipboard.writeText(code.textContent ?? "");
+      write(copy, "copied");
+    } catch {
+      shownCode.open = true;
+      getSelection()?.selectAllChildren(code);
+      write(copy, "selected: press Ctrl-C");
+    }
+    setTimeout(() => write(copy, "copy as code"), 2000);
+  });
+  const receipt = h("footer", { class: "cl-receipt" }, receiptText, copy, shownCode);
+
+  /** @param {Run} run */
+  function drawReceipt(run) {
+    const found = run.receipt;
+    if (!found) return;
+    const steps = found.steps.map((step) => {
+      const bounds = `[${step.min === null ? "−∞" : short(step.min)}, ${step.max === null ? "∞" : short(step.max)}]`;
+      const what = step.operation === "cap" ? `cap ${step.vector} ${bounds}` : `${step.operation} ${short(step.scale)}·${step.vector}`;
+      return `${what} @ ${step.layers}${step.dose === null ? "" : ` · dose ${short(step.dose)}`}`;
+    });
+    const rows = found.steps.length ? ` · ${found.touched} rows each (${found.where})` : "";
+    const parts = found.parts === null ? "" : ` · parts at token ${found.parts}`;
+    write(receiptText, `${steps.join(" + ") || "not steered"}${rows} · seed ${found.seed} · T ${found.temperature} · ${found.cached} cached · ${found.tokens} tokens in ${found.seconds.toFixed(1)} s${parts}`);
+    write(code, found.code);
+  }
+
+  // -- together ---------------------------------------------------------------------------------------------------------
+
+  const root = h("div", { class: "cl-panel cl-steering", "data-lm-suppress-shortcuts": "true" }, header, error, vectors, chats, plots, receipt, tip);
+  el.append(root);
+
+  function drawSampling() {
+    const found = model.get("sampling");
+    setNumber(seed, found.seed);
+    setNumber(temperature, found.temperature);
+    setNumber(most, found.max_tokens);
+  }
+
+  function drawError() {
+    write(error, model.get("error"));
+    error.hidden = !model.get("error");
+  }
+
+  /** @type {[string, () => void][]} */
+  const listeners = [
+    ["change:rows", () => { drawRows(); drawState(); }],
+    ["change:vectors", () => { drawSources(); drawRows(); }],
+    ["change:turns", () => { drawTexts(); drawState(); }],
+    ["change:sampling", drawSampling],
+    ["change:where", drawWhere],
+    ["change:run", drawState],
+    ["change:error", drawError],
+    ["change:busy", () => write(busy, model.get("busy"))],
+    ["change:draft", () => { field.value = model.get("draft"); }],
+    ["change:view", () => { drawLooks(); drawTints(); drawMarks(); }],
+    ...["baseline", "steered"].map((side) => /** @type {[string, () => void]} */ ([`change:${side}`, () => { take(side); drawTexts(); drawTints(); drawState(); drawMarks(); drawLooks(); }])),
+  ];
+  /** @param {any} message */
+  const answered = (message) => {
+    if (message?.view !== viewId || !("ack" in message)) return;
+    for (const [id, edit] of edits) if (edit.n <= message.ack) edits.delete(id);
+    drawRows();
+    drawState();
+  };
+  for (const [event, listener] of listeners) model.on(event, listener);
+  model.on("msg:custom", answered);
+  take("baseline");
+  take("steered");
+  drawSources();
+  drawRows();
+  drawWhere();
+  drawSampling();
+  drawError();
+  drawTexts();
+  drawTints();
+  drawLooks();
+  drawState();
+  drawMarks();
+  if (!receiptText.textContent) write(receiptText, "nothing was asked yet");
+  return () => {
+    for (const [event, listener] of listeners) model.off(event, listener);
+    model.off("msg:custom", answered);
+  };
+}
+
+export default { render };

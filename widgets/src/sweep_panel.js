@@ -1,0 +1,179 @@
+/** The sweep panel: layers by doses, filling while it runs. Colour is effect, hatching an answer that fell apart. */
+
+import { tint } from "./lib/colours.js";
+import { fill, h, numberField, s, setNumber, write } from "./lib/dom.js";
+import { layerStrip } from "./lib/layers.js";
+import { colourLegend } from "./lib/plots.js";
+import { cellAt, dosesFrom, mostEffect } from "./lib/sweeps.js";
+import { short } from "./lib/scales.js";
+
+/** @typedef {import("./types").Model} Model */
+/** @typedef {import("./lib/sweeps.js").Cell} Cell */
+
+const CELL_WIDTH = 64;
+const CELL_HEIGHT = 20;
+const MARGIN_LEFT = 56;
+const MARGIN_TOP = 22;
+
+/** @param {{model: Model, el: HTMLElement}} context */
+function render({ model, el }) {
+  const facts = model.get("facts");
+  const viewId = Math.random().toString(36).slice(2);
+  let count = 0;
+  /** @param {Record<string, unknown>} message */
+  function tell(message) {
+    count += 1;
+    model.send({ ...message, view: viewId, n: count });
+  }
+  const change = (/** @type {Record<string, unknown>} */ patch) => tell({ kind: "plan", patch });
+
+  const status = h("span", { class: "cl-status", role: "status", "aria-live": "polite" });
+  const start = h("button", { type: "button" }, "run");
+  const stop = h("button", { type: "button", class: "cl-small" }, "⏹ stop");
+  start.addEventListener("click", () => tell({ kind: "start" }));
+  stop.addEventListener("click", () => tell({ kind: "stop" }));
+  const header = h("header", { class: "cl-header" }, h("strong", {}, "sweep"), h("span", {}, facts.model), h("span", { class: "cl-space" }), status, start, stop);
+  const error = h("div", { class: "cl-error", role: "alert" });
+
+  const vector = h("select", { "aria-label": "vector" });
+  vector.addEventListener("change", () => change({ vector: vector.value || null }));
+  for (const event of ["pointerdown", "focus"]) vector.addEventListener(event, () => tell({ kind: "variables" }));
+  const layers = layerStrip({ label: "layers to sweep", count: facts.layers, changed: (chosen) => change({ layers: chosen }) });
+  const doses = h("input", { type: "text", "aria-label": "doses, with commas between", size: 26 });
+  doses.addEventListener("change", () => {
+    const found = dosesFrom(doses.value);
+    if (found) change({ doses: found });
+    else doses.setAttribute("aria-invalid", "true");
+  });
+  const read = h("select", { "aria-label": "layer where the effect is read" }, ...Array.from({ length: facts.layers }, (_, at) => h("option", { value: at }, at)));
+  read.addEventListener("change", () => change({ read_layer: Number(read.value) }));
+  const most = numberField("most tokens of an answer", { min: 1, step: 1 }, (value) => change({ max_tokens: Math.round(value) }));
+  const seed = numberField("seed", { min: 0, step: 1 }, (value) => change({ seed: Math.round(value) }));
+  const prompt = h("textarea", { rows: 2, "aria-label": "prompt" });
+  prompt.addEventListener("change", () => change({ prompt: prompt.value }));
+  const controls = h(
+    "section",
+    { class: "cl-controls-grid", "aria-label": "what to sweep" },
+    h("label", {}, "vector ", vector), layers.element, h("label", {}, "doses ", doses), h("label", {}, "read at layer ", read), h("label", {}, "tokens ", most), h("label", {}, "seed ", seed), prompt,
+  );
+  const grid = h("div", { class: "cl-grid-box" });
+  const text = h("section", { class: "cl-sweep-text", "aria-live": "polite", "aria-label": "text of the chosen run" });
+  const root = h("div", { class: "cl-panel cl-sweep", "data-lm-suppress-shortcuts": "true" }, header, error, controls, grid, text);
+  el.append(root);
+
+  /** @param {Cell} cell */
+  function choose(cell) {
+    model.set("chosen", { layer: cell.layer, dose: cell.dose });
+    model.save_changes();
+  }
+
+  function drawPlan() {
+    const plan = model.get("plan");
+    fill(vector, h("option", { value: "" }, "choose …"), ...model.get("vectors").map((/** @type {any} */ each) => h("option", { value: each.name }, each.name)));
+    vector.value = plan.vector ?? "";
+    layers.set(plan.layers);
+    if (document.activeElement !== doses) doses.value = plan.doses.join(", ");
+    doses.removeAttribute("aria-invalid");
+    read.value = String(plan.read_layer);
+    setNumber(most, plan.max_tokens);
+    setNumber(seed, plan.seed);
+    if (document.activeElement !== prompt) prompt.value = plan.prompt;
+  }
+
+  function drawGrid() {
+    const plan = model.get("plan");
+    /** @type {Cell[]} */
+    const cells = model.get("cells");
+    const chosen = model.get("chosen");
+    const top = mostEffect(cells);
+    const rows = [...plan.layers].sort((left, right) => right - left);
+    const width = MARGIN_LEFT + plan.doses.length * CELL_WIDTH + 8;
+    const height = MARGIN_TOP + rows.length * CELL_HEIGHT + 8;
+    const hatch = `cl-hatch-${viewId}`;
+    /** @type {SVGElement[]} */
+    const parts = [
+      s("defs", {}, s("pattern", { id: hatch, width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" }, s("line", { x1: 0, y1: 0, x2: 0, y2: 6, class: "cl-hatch-line" }))),
+      s("text", { x: 4, y: 14, class: "cl-tick" }, "layer"),
+      ...plan.doses.map((/** @type {number} */ dose, /** @type {number} */ at) => s("text", { x: MARGIN_LEFT + (at + 0.5) * CELL_WIDTH, y: 14, "text-anchor": "middle", class: "cl-tick" }, `dose ${short(dose)}`)),
+    ];
+    rows.forEach((layer, line) => {
+      const y = MARGIN_TOP + line * CELL_HEIGHT;
+      parts.push(s("text", { x: MARGIN_LEFT - 8, y: y + 14, "text-anchor": "end", class: "cl-tick" }, layer));
+      plan.doses.forEach((/** @type {number} */ dose, /** @type {number} */ at) => {
+        const x = MARGIN_LEFT + at * CELL_WIDTH;
+        const cell = cellAt(cells, layer, dose);
+        if (!cell) {
+          parts.push(s("rect", { x, y, width: CELL_WIDTH, height: CELL_HEIGHT, class: "cl-grid-cell cl-empty" }));
+          return;
+        }
+        const picked = chosen && chosen.layer === layer && chosen.dose === dose;
+        const label = `layer ${layer}, dose ${short(dose)}: effect ${short(cell.effect)}${cell.broken ? ", fell apart" : ""}`;
+        parts.push(s("rect", { x, y, width: CELL_WIDTH, height: CELL_HEIGHT, class: "cl-empty" }));
+        if (cell.broken) parts.push(s("rect", { x, y, width: CELL_WIDTH, height: CELL_HEIGHT, fill: `url(#${hatch})`, class: "cl-hatch" }));
+        parts.push(
+          s(
+            "rect",
+            {
+              x, y, width: CELL_WIDTH, height: CELL_HEIGHT, fill: tint(cell.effect ?? NaN, top), class: `cl-grid-cell${picked ? " cl-chosen" : ""}`, tabindex: 0, role: "button", "aria-label": label,
+              "data-layer": layer, "data-dose": dose, "data-broken": cell.broken ? "true" : "false",
+              onclick: () => choose(cell),
+              onkeydown: (/** @type {KeyboardEvent} */ event) => {
+                if (event.key === "Enter" || event.key === " ") {
+                  event.preventDefault();
+                  choose(cell);
+                }
+              },
+            },
+            s("title", {}, label),
+          ),
+          s("text", { x: x + CELL_WIDTH / 2, y: y + 14, "text-anchor": "middle", class: "cl-tick cl-hatch" }, short(cell.effect)),
+        );
+      });
+    });
+    const focused = document.activeElement instanceof SVGElement && grid.contains(document.activeElement) ? document.activeElement.getAttribute("aria-label") : null;
+    fill(grid, s("svg", { viewBox: `0 0 ${width} ${height}`, width, height, class: "cl-plot cl-sweep-plot", style: `width:${width}px;max-width:100%`, role: "group", "aria-label": "effect by layer and dose" }, ...parts), ...(top > 0 ? [colourLegend(top, `change of the projection on ${plan.vector} at layer ${plan.read_layer}; hatched: the answer fell apart (repeats itself, or surprises the unsteered model)`)] : []));
+    if (focused) for (const each of grid.querySelectorAll("[role=button]")) if (each.getAttribute("aria-label") === focused && each instanceof SVGElement) each.focus();
+  }
+
+  function drawText() {
+    const chosen = model.get("chosen");
+    const cell = chosen ? cellAt(model.get("cells"), chosen.layer, chosen.dose) : null;
+    const reference = model.get("run").reference;
+    fill(
+      text,
+      ...(cell
+        ? [h("div", { class: "cl-note" }, `layer ${cell.layer}, dose ${short(cell.dose)} (raw ${short(cell.scale)}): effect ${short(cell.effect)}, perplexity ${short(cell.perplexity)}, repetition ${short(cell.repetition)}, ${cell.tokens} tokens`), h("div", { class: "cl-chosen-text" }, cell.text)]
+        : [h("div", { class: "cl-note" }, "click a cell to read its text")]),
+      ...(reference ? [h("div", { class: "cl-note" }, `unsteered, perplexity ${short(reference.perplexity)}`), h("div", {}, reference.text)] : []),
+    );
+  }
+
+  function drawRun() {
+    const run = model.get("run");
+    write(status, run.total ? `${run.status} ${run.done ?? 0} of ${run.total}` : run.status);
+    status.dataset.status = run.status;
+    stop.disabled = run.status !== "running";
+    write(error, model.get("error"));
+    error.hidden = !model.get("error");
+  }
+
+  /** @type {[string, () => void][]} */
+  const listeners = [
+    ["change:plan", () => { drawPlan(); drawGrid(); }],
+    ["change:vectors", drawPlan],
+    ["change:cells", () => { drawGrid(); drawText(); }],
+    ["change:chosen", () => { drawGrid(); drawText(); }],
+    ["change:run", () => { drawRun(); drawText(); }],
+    ["change:error", drawRun],
+  ];
+  for (const [event, listener] of listeners) model.on(event, listener);
+  drawPlan();
+  drawGrid();
+  drawText();
+  drawRun();
+  return () => {
+    for (const [event, listener] of listeners) model.off(event, listener);
+  };
+}
+
+export default { render };

@@ -1,0 +1,108 @@
+/** What the kernel sends, as the page sees it. */
+
+export interface Model {
+  get(name: string): any;
+  set(name: string, value: unknown): void;
+  save_changes(): void;
+  on(event: string, callback: (...args: any[]) => void): void;
+  off(event: string, callback: (...args: any[]) => void): void;
+  send(content: unknown): void;
+}
+
+export interface Row {
+  id: string;
+  vector: string;
+  operation: "add" | "cap" | "ablate";
+  layers: number[];
+  scale: number;
+  min: number | null;
+  max: number | null;
+  muted: boolean;
+  /** Dose of scale 1; null while the residual's norm is not known. */
+  unit: number | null;
+  /** Ends of a cap's slider. */
+  range: [number, number] | null;
+  /** Tokens that a cap moves, and of how many. */
+  clipped: [number, number] | null;
+}
+
+export interface Packed {
+  shape: number[];
+  factor: number;
+  data: DataView;
+}
+
+export interface Band {
+  message: number;
+  role: string;
+  start: number;
+  end: number;
+}
+
+export interface Message {
+  role: string;
+  content: string;
+}
+
+export interface Answer {
+  number: number;
+  messages: Message[];
+  text: string;
+  finish: string | null;
+  prompt: number;
+  first: number;
+  ids: number[];
+  texts: string[];
+  bands: Band[];
+  layers: number[];
+  direction: string | null;
+  norm: Packed | null;
+  projection: Packed | null;
+}
+
+/** Numbers of an answer, unpacked: [layer][token]. */
+export interface Numbers {
+  first: number;
+  count: number;
+  layers: number[];
+  norm: Float32Array[];
+  projection: Float32Array[] | null;
+}
+
+export interface Step {
+  operation: string;
+  vector: string;
+  layers: string;
+  scale: number;
+  min: number | null;
+  max: number | null;
+  dose: number | null;
+}
+
+export interface Receipt {
+  steps: Step[];
+  where: string;
+  touched: number;
+  seed: number;
+  temperature: number;
+  cached: number;
+  tokens: number;
+  seconds: number;
+  parts: number | null;
+  code: string;
+}
+
+export interface Run {
+  number: number;
+  status: "idle" | "waiting" | "running" | "done" | "stopped" | "failed";
+  sides?: string[];
+  error?: string;
+  receipt?: Receipt;
+}
+
+export interface View {
+  layers: number[];
+  direction: string | null;
+  plot: string;
+  pinned: { side: string; position: number } | null;
+}
