@@ -6,6 +6,7 @@ Nothing here is pickled. A request carries its own steering program and its capt
 
 from __future__ import annotations
 
+import os
 from typing import Any, TypedDict
 
 import numpy as np
@@ -63,6 +64,28 @@ class EngineOptions(TypedDict):
     max_vectors: int
     max_ops_per_layer: int
     max_capture_bytes: int
+
+
+class Apart(dict[str, Any]):
+    """Options that take a process of vLLM out of its owner's process group when they arrive in it.
+
+    A stop button in Jupyter, and Ctrl-C in a terminal, signal the whole group, and vLLM's processes end by that signal.
+    vLLM pickles its configuration, and these options in it, to each process that it starts; nothing else of ours gets
+    into all of them.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrived, (dict(self),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Apart:
+        return Apart(self)
+
+
+def _arrived(options: dict[str, Any]) -> Apart:
+    owner = os.environ.get(OWNER_PID)
+    if owner is not None and owner != str(os.getpid()) and os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)
+    return Apart(options)
 
 
 def ok(value: Any) -> list[Any]:

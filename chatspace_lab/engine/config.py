@@ -147,7 +147,7 @@ class VLLMSteeringConfig:
             "max_ops_per_layer": self.max_ops_per_layer,
             "max_capture_bytes": self.max_capture_bytes,
         }
-        additional = {**(kwargs.pop("additional_config", None) or {}), wire.EXTRA: options}
+        additional = {**(kwargs.pop("additional_config", None) or {}), wire.EXTRA: wire.Apart(options)}
         return {
             "disable_log_stats": True,
             **kwargs,

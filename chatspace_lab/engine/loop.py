@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import signal
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
@@ -70,9 +69,6 @@ class LoopThread:
         self._thread.start()
 
     def _run(self) -> None:
-        # A stop button, and Ctrl-C in a terminal, signal the whole process group, and vLLM's processes end by it. They
-        # are started on this thread, and inherit that it is blocked.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
 

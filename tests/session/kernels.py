@@ -64,6 +64,14 @@ class Kernel:
         """Queue a cell and return its name."""
         return str(self.client.execute(code))
 
+    def begin(self, code: str) -> str:
+        """Send a cell and wait until it runs; its first output is lost."""
+        name = self.send(f"print('it runs')\n{code}")
+        while True:
+            message = self.client.get_iopub_msg(timeout=60)
+            if message["parent_header"].get("msg_id") == name and message["msg_type"] == "stream":
+                return name
+
     def wait(self, name: str, timeout_s: float = 180) -> Reply:
         """Wait until a cell has ended. Cells must be waited for in the order in which they were sent."""
         begun = time.monotonic()

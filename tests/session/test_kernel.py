@@ -41,7 +41,7 @@ def running(request: pytest.FixtureRequest, env: dict[str, str]) -> Iterator[tup
 
 def value(kernel: Kernel, expression: str) -> Any:
     """Return the value of an expression in the kernel."""
-    return ast.literal_eval(kernel.run(f"print(repr({expression}))").text)
+    return ast.literal_eval(kernel.run(f"print(repr(({expression})))").text)
 
 
 def family(pid: int) -> set[psutil.Process]:
@@ -133,7 +133,7 @@ def test_a_bar_is_shown_for_long_work(running: tuple[Kernel, Any]) -> None:
 def test_the_stop_button_leaves_the_engine_ready(running: tuple[Kernel, Any], seconds: float) -> None:
     kernel, _ = running
     before = value(kernel, "os.getpid(), lab.model._client.facts.runner, len(lab.history)")
-    name = kernel.send("lab.partial = None\n" + LONG)
+    name = kernel.begin("lab.partial = None\n" + LONG)
     time.sleep(seconds)
     kernel.stop()
     pressed = time.monotonic()
@@ -153,7 +153,7 @@ def test_the_stop_button_leaves_the_engine_ready(running: tuple[Kernel, Any], se
 
 def test_the_stop_button_stops_an_awaited_cell_too(running: tuple[Kernel, Any]) -> None:
     kernel, _ = running
-    name = kernel.send(LONG.replace("lab.generate", "await lab.aio.generate"))
+    name = kernel.begin(LONG.replace("lab.generate", "await lab.aio.generate"))
     time.sleep(1.0)
     kernel.stop()
     pressed = time.monotonic()
