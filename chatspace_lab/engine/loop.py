@@ -6,7 +6,8 @@ import asyncio
 import concurrent.futures
 import contextlib
 import threading
-from collections.abc import Callable, Coroutine
+import weakref
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Generic, TypeVar
 
 from chatspace_lab.errors import EngineDeadError
@@ -91,7 +92,8 @@ class LoopThread:
         task = self.spawn(coroutine)
         finished = asyncio.wrap_future(task.finished)
         try:
-            return await asyncio.shield(finished)
+            with _awake(asyncio.get_running_loop()):
+                return await asyncio.shield(finished)
         except asyncio.CancelledError:
             task.cancel()
             await asyncio.wait({finished})
@@ -143,6 +145,48 @@ class LoopThread:
             self._thread.join(timeout=10)
             if not self._thread.is_alive():
                 self.loop.close()
+
+
+class _Pulse:
+    """Wakes an event loop ten times a second while anyone holds it."""
+
+    def __init__(self) -> None:
+        self._holders = 0
+        self._next: asyncio.TimerHandle | None = None
+
+    def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._next = loop.call_later(TICK_S, self._beat, loop)
+
+    def hold(self, loop: asyncio.AbstractEventLoop) -> None:
+        if not self._holders:
+            self._beat(loop)
+        self._holders += 1
+
+    def release(self) -> None:
+        self._holders -= 1
+        if not self._holders and self._next is not None:
+            self._next.cancel()
+
+
+_pulses: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Pulse] = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def _awake(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+    """Let a loop of the main thread wake up now and then while a call waits in it.
+
+    Python handles a signal in the main thread, once that runs. A system may deliver the signal of a stop button to
+    another thread, and then a loop that sleeps until its next event would sleep on.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pulse = _pulses.setdefault(loop, _Pulse())
+    pulse.hold(loop)
+    try:
+        yield
+    finally:
+        pulse.release()
 
 
 async def _cancel_all() -> None:
