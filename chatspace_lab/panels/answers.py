@@ -10,7 +10,7 @@ import numpy as np
 from chatspace_lab.capture import CaptureHandle
 from chatspace_lab.chat import MessageBoundary
 from chatspace_lab.engine.requests import Prompt
-from chatspace_lab.engine.stream import TextStream
+from chatspace_lab.engine.stream import StreamDelta, TextStream
 from chatspace_lab.panels.asked import Asked
 from chatspace_lab.panels.buffers import pack, tokens_that_fit
 from chatspace_lab.panels.pieces import Pieces
@@ -34,6 +34,11 @@ class Answer:
         Read along it, by name.
     steered_spans
         Positions that are steered, as flat spans.
+
+    Attributes
+    ----------
+    text, token_ids, finish
+        What the engine has given so far: ahead of ``stream``, which waits for the numbers.
     """
 
     def __init__(
@@ -47,6 +52,8 @@ class Answer:
     ) -> None:
         self.asked, self.stream, self.vectors = asked, stream, dict(vectors)
         self._messages, self._steered_spans = messages, steered_spans
+        self.text, self.token_ids = "", list[int]()
+        self.finish: str | None = None
         self._reread: Readings | None = None
         handle = stream.handle
         if handle is None:
@@ -54,6 +61,12 @@ class Answer:
         self.handle: CaptureHandle = handle
         self._prompt = list(prompt.token_ids)
         self._locations = prompt.chat.boundaries if prompt.chat else ()
+
+    def take(self, piece: StreamDelta) -> None:
+        """Add a piece."""
+        self.text += piece.text
+        self.token_ids.extend(piece.token_ids)
+        self.finish = piece.finish_reason or self.finish
 
     @property
     def readings(self) -> Readings | None:
@@ -89,7 +102,7 @@ class Answer:
 
     def payload(self, direction: str | None, pieces: Pieces) -> dict[str, Any]:
         """Return what the page shows. Values cover positions from ``first`` on; the newest token has none yet."""
-        ids = [*self._prompt, *self.stream.token_ids]
+        ids = [*self._prompt, *self.token_ids]
         readings = self.readings
         count = len(readings) if readings is not None else 0
         first = count - tokens_that_fit(len(self.asked.layers), count)
@@ -97,12 +110,12 @@ class Answer:
             "number": self.asked.number,
             "rows": [row.plain() for row in self.asked.rows],
             "messages": self._messages,
-            "text": self.stream.text,
-            "finish": self.stream.finish_reason,
+            "text": self.text,
+            "finish": self.finish,
             "prompt": len(self._prompt),
             "first": first,
             "ids": ids[first:],
-            "texts": pieces.of(ids)[first:],
+            "texts": [*pieces.of(self._prompt), *pieces.of(self.token_ids, special=False)][first:],
             "bands": self._bands(len(ids)),
             "layers": list(self.asked.layers),
             "direction": direction if readings is not None and direction in readings.directions else None,

@@ -60,7 +60,7 @@ class Panel(anywidget.AnyWidget):
         self._thread = lab.model._loop
         facts = lab.model.facts
         described = {
-            "model": Path(lab.model_name).name,
+            "model": Path(lab._name).name,
             "dtype": str(facts.dtype).removeprefix("torch."),
             "layers": lab.layer_count,
             "hidden": lab.hidden_size,

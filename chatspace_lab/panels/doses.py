@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from chatspace_lab.errors import LabError
+from chatspace_lab.panels.answers import Answer
 from chatspace_lab.panels.rows import Row, Vectors
 from chatspace_lab.steering.directions import at_layer
 from chatspace_lab.steering.vectors import as_vector
@@ -65,6 +67,19 @@ def clipped(projections: np.ndarray, low: float | None, high: float | None) -> t
     if high is not None:
         outside |= projections > high
     return int(outside.any(axis=0).sum()), projections.shape[1] if projections.ndim == 2 else 0
+
+
+def shown_row(row: Row, vectors: Vectors, norms: Mapping[int, float], baseline: Answer | None) -> dict[str, Any]:
+    """Return a row with what its sliders need: the dose of scale 1, a cap's ends, and how much it clips."""
+    seen = None
+    if row.operation == "cap" and baseline is not None:
+        seen = baseline.projections(row.vector, row.layers)
+    return {
+        **row.plain(),
+        "unit": dose_per_scale(row, vectors, norms),
+        "range": None if seen is None else list(cap_range(seen)),
+        "clipped": None if seen is None else list(clipped(seen, row.min, row.max)),
+    }
 
 
 def first_difference(left: list[int], right: list[int]) -> int | None:

@@ -20,9 +20,13 @@ class Pieces:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._known: dict[int, str] = {}
+        self._special = set(tokenizer.all_special_ids)
 
-    def of(self, token_ids: Sequence[int]) -> list[str]:
-        """Return one text per token; that of a token which completes a character begun before it is empty."""
+    def of(self, token_ids: Sequence[int], *, special: bool = True) -> list[str]:
+        """Return one text per token; that of a token which completes a character begun before it is empty.
+
+        So is that of a special token, with ``special=False``: an answer's text is without them.
+        """
         new = set(token_ids) - set(self._known)
         if new:
             self._known.update(zip(new, token_texts(new, self._tokenizer), strict=True))
@@ -36,4 +40,6 @@ class Pieces:
                 joined = self._tokenizer.decode(list(token_ids[at:end]), clean_up_tokenization_spaces=False)
                 texts[at:end] = [joined, *[""] * (end - at - 1)]
             at = end + 1
+        if not special:
+            texts = ["" if token in self._special else text for token, text in zip(token_ids, texts, strict=True)]
         return texts

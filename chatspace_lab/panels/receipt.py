@@ -51,7 +51,7 @@ def receipt(
                 }
             )
     baseline = answers.get("baseline")
-    parts = None if baseline is None else first_difference(baseline.stream.token_ids, steered.stream.token_ids)
+    parts = None if baseline is None else first_difference(baseline.token_ids, steered.token_ids)
     return {
         "number": asked.number,
         "steps": steps,
@@ -60,7 +60,7 @@ def receipt(
         "seed": asked.sampling.seed,
         "temperature": asked.sampling.temperature,
         "cached": steered.stream.cached_tokens,
-        "tokens": len(steered.stream.token_ids),
+        "tokens": len(steered.token_ids),
         "seconds": seconds,
         "parts": parts,
         "code": code_of(asked, lab.vectors, name),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -116,6 +117,25 @@ class Row:
         return ProjectionCapSpec(vector, self.min, self.max)
 
 
+def rows_from(plain: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Return rows that were written as :meth:`Row.plain` does; an ``id`` may be left out, and all but ``vector``.
+
+    Raises
+    ------
+    RequestError, SteeringError
+    """
+    known, rows = set(Row.__dataclass_fields__), list[Row]()
+    taken = {str(row["id"]) for row in plain if "id" in row}
+    for given in plain:
+        if set(given) - known or "vector" not in given:
+            raise RequestError(f"a row is a dict with vector, and any of {', '.join(sorted(known))}, got {dict(given)}")
+        free = next(name for name in map("r{}".format, itertools.count(1)) if name not in taken)
+        name = str(given.get("id", free))
+        taken.add(name)
+        rows.append(Row(**{**given, "id": name, "layers": tuple(given.get("layers", ()))}))
+    return rows
+
+
 def spec_of(rows: Sequence[Row], vectors: Vectors, where: Where | str = "all") -> SteeringSpec:
     """Return the steering that the rows stand for: at each layer their operations, in the order of the rows.
 
@@ -176,14 +196,12 @@ def rows_of(spec: SteeringSpec, rows: Sequence[Row], vectors: Vectors) -> tuple[
 
 def free_id(rows: Sequence[Row]) -> str:
     """Return an id that no row has."""
-    return f"r{1 + max((int(row.id[1:]) for row in rows), default=0)}"
+    taken = {row.id for row in rows}
+    return next(name for name in map("r{}".format, itertools.count(1)) if name not in taken)
 
 
 def _free_name(stem: str, taken: Mapping[str, Any]) -> str:
-    number = 1
-    while f"{stem} {number}" in taken:
-        number += 1
-    return f"{stem} {number}"
+    return next(name for name in (f"{stem} {number}" for number in itertools.count(1)) if name not in taken)
 
 
 def _kind(operation: Operation) -> str:

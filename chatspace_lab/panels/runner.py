@@ -10,9 +10,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from chatspace_lab.engine.requests import Submission
+from chatspace_lab.engine.stream import StreamDelta
 from chatspace_lab.panels.answers import Answer, for_layers
 from chatspace_lab.panels.asked import SIDES, Asked
 from chatspace_lab.panels.rows import Vectors
+from chatspace_lab.readings import Readings
 from chatspace_lab.session.aio import AsyncLab
 from chatspace_lab.steering.specs import SteeringSpec
 from chatspace_lab.steering.where import resolve
@@ -74,6 +77,8 @@ class Runner:
         self._baseline: Any = None
         self._quiet = asyncio.Event()
         self._quiet.set()
+        self._under_way: dict[str, tuple[str, Answer]] = {}
+        lab.model.observe(self)
 
     # -- asked by the panel ------------------------------------------------------------------------------------------
 
@@ -102,10 +107,36 @@ class Runner:
 
     def close(self) -> None:
         """Stop, and drop all captures."""
+        self.clear()
+        observers = self._lab.model._client.observers
+        if self in observers:
+            observers.remove(self)
+
+    def clear(self) -> None:
+        """Stop, and forget all answers."""
         self._cancel()
+        self._baseline = None
         for answer in self.answers.values():
             answer.handle.close()
         self.answers.clear()
+
+    # -- told of every request, as an observer: a token is shown before its numbers are read ---------------------------
+
+    def began(self, submission: Submission) -> None:
+        """Nothing to note."""
+
+    def received(self, submission: Submission, piece: StreamDelta) -> None:
+        """Show a piece as soon as the engine gives it."""
+        side, answer = self._under_way.get(submission.request_id, ("", None))
+        if answer is not None and answer.asked.number == self.number:
+            answer.take(piece)
+            self._take(side, answer)
+
+    def read(self, submission: Submission, readings: Readings) -> None:
+        """Nothing to note: the stream brings them."""
+
+    def ended(self, submission: Submission, error: BaseException | None) -> None:
+        """Nothing to note: the stream ends."""
 
     # -- on the way --------------------------------------------------------------------------------------------------
 
@@ -160,6 +191,7 @@ class Runner:
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         try:
             made = {side: self._answer(asked, side) for side in sides}
+            self._under_way = {answer.stream.request_id: (side, answer) for side, answer in made.items()}
             tasks = [asyncio.ensure_future(self._follow(side, answer)) for side, answer in made.items()]
             try:
                 await asyncio.gather(*tasks)
@@ -199,7 +231,7 @@ class Runner:
 
     async def _follow(self, side: str, answer: Answer) -> None:
         async with answer.stream:
-            async for _ in answer.stream:
+            async for _ in answer.stream:  # what it wrote is here already; now its numbers are too
                 if answer.asked.number != self.number:
                     return
                 self._take(side, answer)

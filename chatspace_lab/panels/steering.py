@@ -12,14 +12,13 @@ from chatspace_lab.errors import RequestError
 from chatspace_lab.panels.answers import Answer
 from chatspace_lab.panels.asked import SIDES, Asked, Sampling, Turn, layers_to_read
 from chatspace_lab.panels.base import Panel, sentence, static
-from chatspace_lab.panels.doses import cap_range, clipped, dose_per_scale
+from chatspace_lab.panels.doses import shown_row
 from chatspace_lab.panels.pieces import Pieces
 from chatspace_lab.panels.receipt import receipt
-from chatspace_lab.panels.rows import Row, free_id, rows_of, spec_of, where_name
+from chatspace_lab.panels.rows import rows_from, where_name
 from chatspace_lab.panels.runner import REST_S, Runner
+from chatspace_lab.panels.session_rows import SessionRows
 from chatspace_lab.panels.vectors import contrast, layers_with, lines, name_in_notebook, snapshot, variables
-from chatspace_lab.steering.specs import SteeringSpec
-from chatspace_lab.steering.where import Where, as_where
 
 if TYPE_CHECKING:
     from chatspace_lab.session.lab import LabSession
@@ -79,13 +78,9 @@ class SteeringPanel(Panel):
     ) -> None:
         self._sampling = Sampling().edited({"seed": seed, "temperature": temperature, "max_tokens": max_tokens})
         self._system = system
-        self._rows: list[Row] = []
         self._turns: list[Turn] = []
-        self._where = Where()
         self._norms: dict[int, float] = dict(lab.norms)
-        self._wanted: SteeringSpec | None = None
-        self._sent: SteeringSpec | None = None
-        self._applying: asyncio.Task[None] | None = None
+        self._measured: Answer | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         middle = lab.layer_count // 2
         view = {"layers": [middle], "direction": None, "plot": "projection", "pinned": None}
@@ -101,26 +96,26 @@ class SteeringPanel(Panel):
         self._looked_at = view
         self._runner = Runner(lab.aio, self._ask, lambda: lab.vectors, self._tell, self._show)
         self._handlers = {
-            "edit": lambda m: self._edit(m["row"], m["patch"]),
+            "edit": lambda m: self._book.edit(m["row"], m["patch"]),
             "add": lambda m: self._add(m["vector"], m.get("operation", "add")),
-            "remove": lambda m: self._remove(m["row"]),
+            "remove": lambda m: self._book.remove(m["row"]),
             "ask": lambda m: self._say(m["text"]),
             "turn": lambda m: self._edit_turn(m["index"], m["text"]),
             "regenerate": lambda m: self._again(),
             "stop": lambda m: self._runner.stop(),
             "clear": lambda m: self._clear(),
             "sampling": lambda m: self._resample(m["patch"]),
-            "where": lambda m: self._set_where(m["where"]),
+            "where": lambda m: self._book.replace(where=m["where"]),
             "variables": lambda m: self._offer(),
             "contrast": lambda m: self._build(m["name"], m["positive"], m["negative"]),
         }
         self.observe(lambda change: self._soon(self._guarded, self._look, change["new"]), "view")
-        lab.model._session.listeners.append(self._steering_changed)
         self._now(self._begin)
 
     def _begin(self) -> None:
+        self._book = SessionRows(self._lab, self._rows_changed, self._spawn, self._guarded)
         self._offer()
-        self._follow(self._lab.export_steering_spec())
+        self._book.follow(self._lab.export_steering_spec())
         if not self._norms:
             self._spawn(self._measure())
 
@@ -165,8 +160,7 @@ class SteeringPanel(Panel):
         async def settled() -> None:
             await asyncio.sleep(0)
             await self._runner.settled()
-            if self._applying is not None:
-                await asyncio.wait([self._applying])
+            await self._book.settled()
 
         self._thread.call(settled(), timeout_s)
         if self.error:
@@ -176,8 +170,8 @@ class SteeringPanel(Panel):
     def state(self) -> dict[str, Any]:
         """What the panel holds, as plain data: set it, whole or in part, to bring it back."""
         return {
-            "rows": [row.plain() for row in self._rows],
-            "where": where_name(self._where),
+            "rows": [row.plain() for row in self._book.rows],
+            "where": where_name(self._book.where),
             "turns": [turn.plain() for turn in self._turns],
             "sampling": self._sampling.plain(),
             "system": self._system,
@@ -189,126 +183,55 @@ class SteeringPanel(Panel):
         unknown = set(new) - set(self.state)
         if unknown:
             raise RequestError(f"a panel's state has no {', '.join(sorted(unknown))}, only {', '.join(self.state)}")
-        rows = None if "rows" not in new else [self._row_from(row) for row in new["rows"]]
-        where = self._where if "where" not in new else as_where(new["where"])
-        turns = None if "turns" not in new else [Turn(**turn) for turn in new["turns"]]
         sampling = self._sampling.edited(dict(new.get("sampling", {})))
-        if "view" in new:
-            self._check_view(new["view"])
-        spec_of(self._rows if rows is None else rows, self._lab.vectors, where)
+        turns = None if "turns" not in new else [Turn(**turn) for turn in new["turns"]]
+        self._check_view(new.get("view", {}))
 
         def put() -> None:
-            self._where, self._sampling = where, sampling
-            self._system = new.get("system", self._system)
+            rows = self._book.rows if "rows" not in new else rows_from(new["rows"])
+            self._book.check(rows, new.get("where", self._book.where))
+            self._sampling, self._system = sampling, new.get("system", self._system)
             if turns is not None:
                 self._turns = turns
-            if rows is not None:
-                self._rows = rows
             if "view" in new:
                 self.view = {**self.view, **new["view"]}
-            self._draw()
-            self._steer()
-            self._changed()
+            self._book.replace(rows, new.get("where"))
+            if not self._turns:
+                self._clear()
 
         self._now(put)
 
-    def _row_from(self, plain: Mapping[str, Any]) -> Row:
-        known = {"id", "vector", "operation", "layers", "scale", "min", "max", "muted", "factors"}
-        if set(plain) - known or "vector" not in plain:
-            raise RequestError(f"a row is a dict with vector, and any of {', '.join(sorted(known))}")
-        fields = {"id": free_id(self._rows), **plain}
-        return Row(**{**fields, "layers": tuple(fields.get("layers", ()))})
-
     def close(self) -> None:
         """Take the panel off the page, and let go of its captures."""
-        if getattr(self, "_runner", None) is not None and self._lab.is_alive:
-            if self._steering_changed in self._lab.model._session.listeners:
-                self._lab.model._session.listeners.remove(self._steering_changed)
+        if getattr(self, "_book", None) is not None and self._lab.is_alive:
+            self._now(self._book.close)
             self._now(self._runner.close)
         super().close()
 
     # -- rows, on the engine's loop ----------------------------------------------------------------------------------
 
     def _add(self, name: str, operation: str, vector: Any = None, fields: Mapping[str, Any] | None = None) -> None:
-        vectors = self._lab.vectors
-        if vector is None:
-            vector = variables(self._lab.hidden_size).get(name, vectors.get(name))
-        if vector is None:
-            raise RequestError(f"there is no vector {name!r} among the notebook's variables and lab.vectors")
-        vectors[name] = snapshot(vector, self._lab.hidden_size, name)
-        given = {"layers": self._default_layers(name), **(fields or {})}
-        row = Row(free_id(self._rows), name, operation, tuple(given.pop("layers")), **given)
-        if operation == "ablate" and "scale" not in (fields or {}):
-            row = row.edited({"scale": 1.0})
-        spec_of([*self._rows, row], vectors, self._where)
-        self._rows.append(row)
+        row = self._book.add(name, operation, vector, fields)
         if self.view.get("direction") is None:
             self.view = {**self.view, "direction": name, "layers": list(row.layers[-1:]) or self.view["layers"]}
         self._offer()
-        self._edited()
 
-    def _default_layers(self, name: str) -> list[int]:
-        vector = self._lab.vectors[name]
-        known = layers_with(vector)
-        middle = self._lab.layer_count // 2
-        if known is None:
-            return [middle]
-        if hasattr(vector, "auc") and vector.auc:
-            return [vector.best_layer().layer]
-        return [min(known, key=lambda layer: abs(layer - middle))]
-
-    def _edit(self, name: str, patch: Mapping[str, Any]) -> None:
-        at = self._index(name)
-        rows = list(self._rows)
-        rows[at] = rows[at].edited(patch)
-        for layer in rows[at].layers:
-            if not 0 <= layer < self._lab.layer_count:
-                raise RequestError(f"layer {layer} does not exist, the model has {self._lab.layer_count}")
-        spec_of(rows, self._lab.vectors, self._where)
-        self._rows = rows
-        self._edited()
-
-    def _remove(self, name: str) -> None:
-        del self._rows[self._index(name)]
-        self._edited()
-
-    def _index(self, name: str) -> int:
-        for at, row in enumerate(self._rows):
-            if row.id == name:
-                return at
-        raise RequestError(f"there is no row {name!r} any more")
-
-    def _set_where(self, where: str) -> None:
-        self._where = as_where(where)
-        self._edited()
-
-    def _edited(self) -> None:
-        """Draw the rows, set the session's steering and run again: somebody has let go of a control."""
+    def _rows_changed(self, by_hand: bool) -> None:
+        if self.view.get("direction") is None and self._book.rows and not by_hand:
+            self.view = {**self.view, "direction": self._book.rows[0].vector}
+        if not by_hand:
+            self._offer()
         self._draw()
-        self._steer()
-        self._changed(rest_s=0.0)
+        self._changed(rest_s=0.0 if by_hand else REST_S)
 
     def _changed(self, rest_s: float = REST_S) -> None:
         if self._turns:
             self._runner.change(rest_s=rest_s)
 
     def _draw(self) -> None:
-        vectors, baseline = self._lab.vectors, self._runner.answers.get("baseline")
-        shown = []
-        for row in self._rows:
-            seen = None
-            if row.operation == "cap" and baseline is not None:
-                seen = baseline.projections(row.vector, row.layers)
-            shown.append(
-                {
-                    **row.plain(),
-                    "unit": dose_per_scale(row, vectors, self._norms),
-                    "range": None if seen is None else list(cap_range(seen)),
-                    "clipped": None if seen is None else list(clipped(seen, row.min, row.max)),
-                }
-            )
-        self.rows = shown
-        self.where = where_name(self._where)
+        baseline = self._runner.answers.get("baseline")
+        self.rows = [shown_row(row, self._lab.vectors, self._norms, baseline) for row in self._book.rows]
+        self.where = where_name(self._book.where)
         self.sampling = self._sampling.plain()
         self.turns = [turn.plain() for turn in self._turns]
 
@@ -334,45 +257,6 @@ class SteeringPanel(Panel):
         finally:
             self.busy = ""
 
-    # -- the session's steering --------------------------------------------------------------------------------------
-
-    def _steer(self) -> None:
-        """Set the session's steering to what the rows say, as soon as it may be changed."""
-        self._wanted = spec_of(self._rows, self._lab.vectors, self._where)
-        if self._applying is None or self._applying.done():
-            self._applying = self._spawn(self._apply())
-
-    async def _apply(self) -> None:
-        def update(current: SteeringSpec) -> SteeringSpec:
-            if self._wanted is None:  # somebody else has set it meanwhile
-                return current
-            self._sent = self._wanted
-            return self._wanted
-
-        while self._wanted is not None:
-            await self._lab.model.update_steering_spec(update)
-            if self._sent is self._wanted:
-                self._wanted = None
-
-    def _steering_changed(self, spec: SteeringSpec) -> None:
-        """Take note of a change of the session's steering. Called on the engine's loop."""
-        if spec is not self._sent:
-            self._wanted = None
-            self._guarded(self._follow, spec)
-
-    def _follow(self, spec: SteeringSpec) -> None:
-        rows, new = rows_of(spec, self._rows, self._lab.vectors)
-        self._lab.vectors.update(new)
-        before = (self._rows, self._where)
-        self._rows, self._where = rows, as_where(spec.where) if spec else self._where
-        if (self._rows, self._where) == before:
-            return
-        if self.view.get("direction") is None and rows:
-            self.view = {**self.view, "direction": rows[0].vector}
-        self._offer()
-        self._draw()
-        self._changed()
-
     # -- the conversation --------------------------------------------------------------------------------------------
 
     def _say(self, text: str) -> None:
@@ -387,7 +271,7 @@ class SteeringPanel(Panel):
     def _keep_answers(self) -> None:
         """Write what was answered into the conversation, before it goes on."""
         if self._turns:
-            found = {side: self._runner.answers[side].stream.text for side in SIDES if side in self._runner.answers}
+            found = {side: self._runner.answers[side].text for side in SIDES if side in self._runner.answers}
             self._turns[-1] = Turn(self._turns[-1].user, found.get("baseline", ""), found.get("steered", ""))
 
     def _edit_turn(self, index: int, text: str) -> None:
@@ -407,10 +291,9 @@ class SteeringPanel(Panel):
 
     def _clear(self) -> None:
         self._runner.stop()
-        self._runner.forget_baseline()
+        self._runner.clear()
         self._turns = []
         self.baseline, self.steered = {}, {}
-        self._runner.close()
         self.run = {"number": self._runner.number, "status": "idle"}
         self._draw()
 
@@ -429,13 +312,12 @@ class SteeringPanel(Panel):
     # -- runs --------------------------------------------------------------------------------------------------------
 
     def _ask(self, number: int) -> Asked:
-        steered = {layer for row in self._rows for layer in row.layers}
+        book, lab = self._book, self._lab
+        steered = {layer for row in book.rows for layer in row.layers}
         looked_at = {int(layer) for layer in self.view.get("layers", ())}
+        layers = layers_to_read(lab.layer_count, sorted(steered | looked_at))
         turns = (*self._turns[:-1], self._turns[-1].open())
-        spec = spec_of(self._rows, self._lab.vectors, self._where)
-        layers = layers_to_read(self._lab.layer_count, sorted(steered | looked_at))
-        rows = tuple(self._rows)
-        return Asked(number, rows, spec, self._where, turns, self._system, self._sampling, layers)
+        return Asked(number, book.rows, book.spec(), book.where, turns, self._system, self._sampling, layers)
 
     def _tell(self, status: str, **facts: Any) -> None:
         run = {**self.run, "number": self._runner.number, "status": status}
@@ -456,16 +338,11 @@ class SteeringPanel(Panel):
     def _show(self, side: str, answer: Answer) -> None:
         direction = self.view.get("direction")
         setattr(self, side, answer.payload(direction, self._pieces))
-        if side == "baseline" and not self._norms_are_of(answer):
-            norms = answer.prompt_norms()
-            if norms:
-                self._norms = norms
-                self._lab.aio.norms, self._lab.aio.measured_on = dict(norms), answer.asked.turns[-1].user
-                self._measured = answer
-                self._draw()
-
-    def _norms_are_of(self, answer: Answer) -> bool:
-        return getattr(self, "_measured", None) is answer
+        norms = answer.prompt_norms() if side == "baseline" and answer is not self._measured else {}
+        if norms:
+            self._measured, self._norms = answer, norms
+            self._lab.aio.norms, self._lab.aio.measured_on = dict(norms), answer.asked.turns[-1].user
+            self._draw()
 
     def _check_view(self, view: Mapping[str, Any]) -> None:
         unknown = set(view) - {"layers", "direction", "plot", "pinned"}

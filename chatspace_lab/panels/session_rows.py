@@ -1,0 +1,177 @@
+"""The rows of a panel and the steering of its session, kept the same in both directions. Runs on the engine's loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from chatspace_lab.errors import RequestError
+from chatspace_lab.panels.rows import Row, free_id, rows_of, spec_of
+from chatspace_lab.panels.vectors import layers_with, snapshot, variables
+from chatspace_lab.steering.program import check_layer
+from chatspace_lab.steering.specs import SteeringSpec
+from chatspace_lab.steering.where import Where, as_where
+
+if TYPE_CHECKING:
+    from chatspace_lab.session.lab import LabSession
+
+
+class SessionRows:
+    """Rows that write to the session's steering, and follow it when a cell changes it.
+
+    Parameters
+    ----------
+    lab
+        The session.
+    changed
+        Called after each change: with True if it was made here, by hand, with False if it came from the session.
+    spawn
+        Starts a coroutine whose errors are shown.
+    guarded
+        Calls a function whose errors are shown.
+
+    Attributes
+    ----------
+    rows, where
+        As shown. Replaced, never edited.
+    """
+
+    def __init__(
+        self,
+        lab: LabSession,
+        changed: Callable[[bool], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        guarded: Callable[..., None],
+    ) -> None:
+        self._lab, self._changed, self._spawn, self._guarded = lab, changed, spawn, guarded
+        self.rows: tuple[Row, ...] = ()
+        self.where = Where()
+        self._wanted: SteeringSpec | None = None
+        self._sent: SteeringSpec | None = None
+        self._applying: asyncio.Task[None] | None = None
+        lab.model._session.listeners.append(self._heard)
+
+    def close(self) -> None:
+        """Follow the session no more."""
+        listeners = self._lab.model._session.listeners
+        if self._heard in listeners:
+            listeners.remove(self._heard)
+
+    def spec(self) -> SteeringSpec:
+        """Return the steering that the rows stand for."""
+        return spec_of(self.rows, self._lab.vectors, self.where)
+
+    # -- by hand -----------------------------------------------------------------------------------------------------
+
+    def add(self, name: str, operation: str, vector: Any = None, fields: Mapping[str, Any] | None = None) -> Row:
+        """Append a row; without a vector, ``name`` is a variable of the notebook or one of the session's vectors.
+
+        Raises
+        ------
+        RequestError, SteeringError
+        """
+        vectors, given = self._lab.vectors, dict(fields or {})
+        if vector is None:
+            vector = variables(self._lab.hidden_size).get(name, vectors.get(name))
+        if vector is None:
+            raise RequestError(f"there is no vector {name!r} among the notebook's variables and lab.vectors")
+        vectors[name] = snapshot(vector, self._lab.hidden_size, name)
+        layers = given.pop("layers", None)
+        if operation == "ablate":
+            given = {"scale": 1.0, **given}
+        chosen = self._default_layers(name) if layers is None else layers
+        row = Row(free_id(self.rows), name, operation, tuple(chosen), **given)
+        self.replace([*self.rows, row])
+        return row
+
+    def edit(self, name: str, patch: Mapping[str, Any]) -> None:
+        """Change some fields of a row."""
+        at = self._index(name)
+        self.replace([*self.rows[:at], self.rows[at].edited(patch), *self.rows[at + 1 :]])
+
+    def remove(self, name: str) -> None:
+        """Take a row away."""
+        at = self._index(name)
+        self.replace([*self.rows[:at], *self.rows[at + 1 :]])
+
+    def replace(self, rows: Sequence[Row] | None = None, where: Where | str | None = None) -> None:
+        """Put other rows, or another choice of positions; if they cannot be used, nothing changes.
+
+        Raises
+        ------
+        RequestError, SteeringError
+        """
+        new = self.rows if rows is None else tuple(rows)
+        chosen = self.where if where is None else as_where(where)
+        self._wanted = self.check(new, chosen)
+        self.rows, self.where = new, chosen
+        if self._applying is None or self._applying.done():
+            self._applying = self._spawn(self._apply())
+        self._changed(True)
+
+    def check(self, rows: Sequence[Row], where: Where | str) -> SteeringSpec:
+        """Return the steering that rows would be; vectors that only the notebook has are taken over.
+
+        Raises
+        ------
+        RequestError, SteeringError
+        """
+        missing = {row.vector for row in rows} - set(self._lab.vectors)
+        offered = variables(self._lab.hidden_size) if missing else {}
+        for name in missing & set(offered):
+            self._lab.vectors[name] = snapshot(offered[name], self._lab.hidden_size, name)
+        for row in rows:
+            for layer in row.layers:
+                check_layer(layer, self._lab.layer_count)
+        return spec_of(rows, self._lab.vectors, where)
+
+    def _index(self, name: str) -> int:
+        for at, row in enumerate(self.rows):
+            if row.id == name:
+                return at
+        raise RequestError(f"there is no row {name!r} any more")
+
+    def _default_layers(self, name: str) -> list[int]:
+        vector, middle = self._lab.vectors[name], self._lab.layer_count // 2
+        known = layers_with(vector)
+        if known is None:
+            return [middle]
+        if getattr(vector, "auc", None):
+            return [vector.best_layer().layer]
+        return [min(known, key=lambda layer: abs(layer - middle))]
+
+    # -- the session's steering --------------------------------------------------------------------------------------
+
+    async def settled(self) -> None:
+        """Wait until the session's steering is what the rows say."""
+        if self._applying is not None:
+            await asyncio.wait([self._applying])
+
+    async def _apply(self) -> None:
+        """Set the session's steering, newest wish only, as soon as it may be changed."""
+
+        def update(current: SteeringSpec) -> SteeringSpec:
+            if self._wanted is None:  # a cell has set it meanwhile
+                return current
+            self._sent = self._wanted
+            return self._wanted
+
+        while self._wanted is not None:
+            await self._lab.model.update_steering_spec(update)
+            if self._sent is self._wanted:
+                self._wanted = None
+
+    def _heard(self, spec: SteeringSpec) -> None:
+        if spec is not self._sent:
+            self._wanted = None
+            self._guarded(self.follow, spec)
+
+    def follow(self, spec: SteeringSpec) -> None:
+        """Take over the session's steering as a cell has set it."""
+        rows, new = rows_of(spec, self.rows, self._lab.vectors)
+        self._lab.vectors.update(new)
+        where = as_where(spec.where) if spec else self.where
+        if (tuple(rows), where) != (self.rows, self.where):
+            self.rows, self.where = tuple(rows), where
+            self._changed(False)

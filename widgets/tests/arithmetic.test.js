@@ -1,0 +1,121 @@
+import assert from "node:assert/strict";
+import { test } from "node:test";
+
+import { pixel, strength, tint } from "../src/lib/colours.js";
+import { bandMean, cosines, firstDifference, fromHalf, generated, largest, notAnswered, numbersOf, perMessage, unpack } from "../src/lib/numbers.js";
+import { fraction, keyMove, levelOf, ranges, short, ticks, valueAt, withRange } from "../src/lib/scales.js";
+import { cellAt, dosesFrom, mostEffect } from "../src/lib/sweeps.js";
+
+/** @param {number[][]} rows float16 bits @param {number} factor */
+function packed(rows, factor) {
+  const data = new DataView(new ArrayBuffer(rows.flat().length * 2));
+  rows.flat().forEach((bits, at) => data.setUint16(2 * at, bits, true));
+  return { shape: [rows.length, rows[0].length], factor, data };
+}
+
+const ONE = 0x3c00;
+const TWO = 0x4000;
+const MINUS_ONE = 0xbc00;
+
+/** @param {Partial<import("../src/types").Answer>} fields @returns {import("../src/types").Answer} */
+function answer(fields) {
+  return { number: 1, messages: [], text: "", finish: null, prompt: 2, first: 0, ids: [5, 6, 7, 8], texts: [], bands: [], layers: [3, 9], direction: "d", norm: packed([[TWO, TWO, ONE], [ONE, ONE, ONE]], 4), projection: packed([[ONE, MINUS_ONE, ONE], [ONE, ONE, 0]], 2), ...fields };
+}
+
+test("a value's place on a slider and back", () => {
+  assert.equal(fraction(0.5, -2, 2), 0.625);
+  assert.equal(fraction(9, -2, 2), 1);
+  assert.equal(valueAt(0.625, -2, 2, 0.01), 0.5);
+  assert.equal(valueAt(0.6049, -2, 2, 0.01), 0.42);
+  assert.equal(valueAt(-1, -2, 2, 0.01), -2);
+  assert.ok(Object.is(valueAt(0.5, -2, 2, 0.01), 0), "no minus zero");
+});
+
+test("keys move by a step, with shift by ten, and stay inside", () => {
+  assert.equal(keyMove(0.41, "ArrowRight", false, 0.01, -2, 2), 0.42);
+  assert.equal(keyMove(0.41, "ArrowLeft", true, 0.01, -2, 2), 0.31);
+  assert.equal(keyMove(1.95, "ArrowUp", true, 0.01, -2, 2), 2);
+  assert.equal(keyMove(0, "Home", false, 0.01, -2, 2), -2);
+  assert.equal(keyMove(0, "a", false, 0.01, -2, 2), null);
+});
+
+test("doses have levels on both sides of zero", () => {
+  assert.deepEqual([0.69, 0.7, -0.7, 1.49, -1.5].map(levelOf), ["", "high", "high", "high", "extreme"]);
+});
+
+test("numbers and layers in few characters", () => {
+  assert.deepEqual([0, 18.3456, -0.5, 123456, 1e-5, null, NaN].map(short), ["0", "18.3", "-0.5", "1.2e+5", "1.0e-5", "–", "–"]);
+  assert.equal(ranges([9, 6, 7, 8, 3]), "3, 6–9");
+  assert.deepEqual(ticks(-1, 1, 4), [-1, -0.5, 0, 0.5, 1]);
+  assert.deepEqual(ticks(0, 137, 4), [0, 50, 100]);
+});
+
+test("a stretch of layers is switched on and off, in either direction", () => {
+  assert.deepEqual(withRange([2], 7, 5, true), [2, 5, 6, 7]);
+  assert.deepEqual(withRange([2, 5, 6, 7], 6, 9, false), [2, 5]);
+});
+
+test("colours are nothing at zero, red below and blue above", () => {
+  assert.equal(tint(0, 3), "transparent");
+  assert.equal(tint(NaN, 3), "transparent");
+  assert.equal(tint(1, 0), "transparent");
+  assert.equal(tint(1.5, 3), "rgba(37, 99, 235, 0.310)");
+  assert.equal(tint(-9, 3), "rgba(220, 38, 38, 0.620)");
+  assert.equal(strength(-1.5, 3), 0.5);
+  assert.deepEqual(pixel(-3, 3), [220, 38, 38, 255]);
+});
+
+test("half precision is read as IEEE 754 says", () => {
+  assert.deepEqual([0x3c00, 0xc000, 0x0000, 0x7bff, 0x0001, 0x0400, 0x3555].map(fromHalf), [1, -2, 0, 65504, 2 ** -24, 2 ** -14, 0.333251953125]);
+  assert.ok(Number.isNaN(fromHalf(0x7e00)));
+  assert.deepEqual(unpack(packed([[ONE, TWO]], 8)), [new Float32Array([8, 16])]);
+  assert.equal(unpack(null), null);
+});
+
+test("answers part at their first different token", () => {
+  assert.equal(firstDifference([1, 2, 3], [1, 9, 3]), 1);
+  assert.equal(firstDifference([1, 2], [1, 2, 3]), null);
+  assert.deepEqual(generated(answer({})), [7, 8]);
+  assert.deepEqual(generated(answer({ first: 1, ids: [6, 7, 8] })), [7, 8]);
+  assert.deepEqual(generated(answer({ first: 3, ids: [8] })), [8]);
+});
+
+test("the largest value leaves out position 0", () => {
+  const numbers = numbersOf(answer({}));
+  assert.equal(largest([numbers, null], [9]), 2);
+  assert.equal(largest([numbersOf(answer({ projection: packed([[TWO, 0, 0], [ONE, ONE, 0]], 2) }))], [3]), 0);
+});
+
+test("a message's mean leaves out position 0 and what is not known", () => {
+  const band = { message: 0, role: "user", start: 0, end: 3 };
+  assert.equal(bandMean(new Float32Array([100, 2, 4]), 0, band), 3);
+  assert.equal(bandMean(new Float32Array([2, NaN]), 1, band), 2);
+  assert.ok(Number.isNaN(bandMean(new Float32Array([]), 5, band)));
+  const numbers = numbersOf(answer({}));
+  assert.ok(numbers);
+  assert.deepEqual(perMessage(numbers, 3, [band], "norm"), [6]);
+  assert.deepEqual([...cosines(numbers, 0)], [0.25, -0.25, 0.5]);
+  assert.deepEqual(perMessage(numbers, 3, [band], "cosine"), [0.125]);
+  assert.deepEqual(perMessage(numbers, 4, [band], "norm"), [NaN]);
+});
+
+test("messages that are not answered yet", () => {
+  assert.deepEqual(notAnswered(["a"], ["a", "b"]), ["b"]);
+  assert.deepEqual(notAnswered(["a", "b"], ["a", "c"]), ["c"]);
+  assert.deepEqual(notAnswered(["a"], ["a"]), []);
+});
+
+test("doses are read from a text", () => {
+  assert.deepEqual(dosesFrom("1, -0.5;0.25 1"), [-0.5, 0.25, 1]);
+  assert.equal(dosesFrom("1, x"), null);
+  assert.equal(dosesFrom(" "), null);
+});
+
+test("the colour of a sweep is scaled by answers that hold together", () => {
+  const cell = { layer: 1, dose: 0.5, scale: 1, text: "", effect: -3, perplexity: 1, repetition: 0, tokens: 1, broken: false };
+  const broken = { ...cell, dose: 1, effect: 90, broken: true };
+  assert.equal(mostEffect([cell, broken]), 3);
+  assert.equal(mostEffect([broken]), 90);
+  assert.equal(cellAt([cell, broken], 1, 1), broken);
+  assert.equal(cellAt([cell], 2, 0.5), null);
+});
