@@ -56,6 +56,7 @@ class CaptureBroker:
         self._dtype, self._row_bytes = dtype, hidden_size * dtype.itemsize
         self._limit, self.shared = limit, shared
         self._fetching = asyncio.Lock()
+        self._waiting: list[CaptureHandle] = []
         self._held: dict[str, int] = {}
         self._gone: list[str] = []
         self._flush: asyncio.Task[None] | None = None
@@ -104,23 +105,30 @@ class CaptureBroker:
 
     async def _fetch(self, handles: Sequence[CaptureHandle]) -> None:
         failures: dict[str, LabError] = {}
+        self._waiting += handles
         async with self._fetching:
+            # An answer takes up to a step of the engine, so one round brings what everybody waits for. Who finds its
+            # rows not here when its turn comes asks again: they failed, and the failure belongs to it.
+            everybody, self._waiting = [*handles, *self._waiting], []
             wanted: dict[str, CaptureHandle] = {}
+            for handle in everybody:
+                key = handle.request_id
+                if handle.state == "ready" and not handle.computed:  # cut off before the first token
+                    handle.receive(self._empty(handle))
+                    self.discard(key)
+                elif handle.state == "ready":
+                    wanted[key] = handle
             for handle in handles:
                 key = handle.request_id
                 if handle.state == "closed":
                     failures[key] = CaptureClosedError(f"the captures of request {key} were closed")
                 elif handle.state == "running":
                     failures[key] = CaptureError(f"request {key} has not ended yet: await it, then fetch")
-                elif handle.state == "ready" and not handle.computed:  # cut off before the first token
-                    handle.receive(self._empty(handle))
-                    self.discard(key)
-                elif handle.state == "ready":
-                    wanted[key] = handle
             if wanted:
                 asked = [[key, handle.computed] for key, handle in wanted.items()]
                 answer = (await self._rpc(wire.RPC_FETCH, asked, self.shared))[0]
-                failures.update(self._receive(answer, wanted))
+                failed = self._receive(answer, wanted)
+                failures.update({h.request_id: failed[h.request_id] for h in handles if h.request_id in failed})
         if failures:
             raise next(iter(failures.values()))
 

@@ -1,7 +1,7 @@
 """Hundreds of concurrent requests, each with its own steering and captures, for minutes; beside plain vLLM.
 
 ``python -m tests.scheduler.load [--seconds 600] [--concurrent 512]`` starts our engine and a plain one, and gives ours
-list after list of requests; every third list is then given to the plain engine too, without steering and captures, and
+list after list of requests; every second list is then given to the plain engine too, without steering and captures, and
 the two times are compared. Between lists nothing runs: then the memory of our processes is noted, and a sample of the
 rows is compared with Hugging Face in float32. The exit code is 1 if a row is wrong, memory grows, something is left
 behind, or our throughput is below 0.85 of plain vLLM's.
@@ -245,7 +245,7 @@ async def load(
     """Put our engine under load for so many seconds, and say what came of it."""
     requests, dice, report = Requests(model, seed), random.Random(seed), Report()
     while report.seconds < seconds:
-        asks = requests.draw(2 * concurrent)
+        asks = requests.draw(concurrent)
         took, answers = await ours(model, asks, concurrent, sample, dice)
         tokens = sum(ask.max_tokens for ask in asks)
         report.lists += 1
@@ -259,7 +259,7 @@ async def load(
         del answers, answer
         report.memory.append(await memory(model))
         line = f"list {report.lists:>3}  {tokens / took:>6.0f} tokens/s  {_shown(report.memory[-1])}"
-        if plain is not None and report.lists % 3 == 0:
+        if plain is not None and report.lists % 2 == 0:
             alone = await plainly(plain, asks, concurrent)
             report.plain_tokens += tokens
             report.plain_seconds += alone
