@@ -78,7 +78,7 @@ def chosen_model(name: str | None) -> str:
     if folder.is_dir():
         return str(folder)
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ConfigError(f"--model-name {name}: there is no such folder")
+        raise ConfigError(f"model {name}: there is no such folder")
     return name
 
 

@@ -74,7 +74,7 @@ def test_an_error_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 def test_smoke_on_a_missing_folder() -> None:
     done = run("smoke", "--model-name", "/no/such/folder")
     assert done.returncode == 2
-    assert done.stderr == "chatspace-lab: --model-name /no/such/folder: there is no such folder\n"
+    assert done.stderr == "chatspace-lab: model /no/such/folder: there is no such folder\n"
 
 
 def test_smoke_on_a_missing_layer() -> None:
