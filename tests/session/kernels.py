@@ -72,7 +72,7 @@ class Kernel:
             if message["parent_header"].get("msg_id") == name and message["msg_type"] == "stream":
                 return name
 
-    def wait(self, name: str, timeout_s: float = 180) -> Reply:
+    def wait(self, name: str, timeout_s: float = 400) -> Reply:
         """Wait until a cell has ended. Cells must be waited for in the order in which they were sent."""
         begun = time.monotonic()
         reply = Reply()
@@ -101,7 +101,7 @@ class Kernel:
         reply.seconds = time.monotonic() - begun
         return reply
 
-    def run(self, code: str, timeout_s: float = 180) -> Reply:
+    def run(self, code: str, timeout_s: float = 400) -> Reply:
         """Run a cell that must not fail."""
         reply = self.wait(self.send(code), timeout_s)
         assert reply.status == "ok", f"{reply.error}\n{reply.text[-3000:]}"

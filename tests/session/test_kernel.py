@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import signal
 import time
@@ -249,12 +250,10 @@ def test_a_restarted_kernel_and_a_failed_start_leave_nothing(env: dict[str, str]
 
 
 def engines(pid: int) -> set[psutil.Process]:
-    """Return the engine's processes below a kernel: those that hold hundreds of megabytes, or will."""
+    """Return the processes that engines started below a kernel."""
     found = set()
     for process in family(pid):
-        try:
-            if "spawn_main" in " ".join(process.cmdline()):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            if "resource_tracker" not in " ".join(process.cmdline()):  # Python's own, one a process, for good
                 found.add(process)
-        except (psutil.NoSuchProcess, psutil.ZombieProcess):
-            continue
     return found
