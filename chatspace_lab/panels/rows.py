@@ -231,14 +231,15 @@ def _one_per_layer(entries: list[tuple[int, Operation]]) -> list[tuple[int, Oper
 def _alike(entries: list[tuple[int, Operation]]) -> list[list[tuple[int, Operation]]]:
     """Return entries of one vector in parts that one row can hold: the same bounds, or scales of one sign."""
     parts: dict[Any, list[tuple[int, Operation]]] = {}
-    for layer, operation in entries:
+    for entry in entries:
+        operation = entry[1]
         if isinstance(operation, ProjectionCapSpec):
             key: Any = (operation.min, operation.max)
         elif isinstance(operation, AddSpec):
             key = (operation.scale > 0) - (operation.scale < 0)
         else:
             key = operation.scale
-        parts.setdefault(key, []).append((layer, operation))
+        parts.setdefault(key, []).append(entry)
     return sorted(parts.values(), key=len, reverse=True)
 
 

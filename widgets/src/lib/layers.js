@@ -23,7 +23,7 @@ export function layerStrip({ label, count, changed }) {
       assign(cell, { "aria-selected": String(chosen.has(layer)) });
       cell.classList.toggle("cl-active", layer === active);
     });
-    text.textContent = layers.length ? ranges(layers) : "none";
+    text.textContent = text.title = layers.length ? ranges(layers) : "none";
   }
 
   /** @param {PointerEvent} event */

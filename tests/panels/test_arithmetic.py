@@ -1,0 +1,109 @@
+"""Doses, caps, buffers, tokens and sweeps: pure functions."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from chatspace_lab.analysis import Direction
+from chatspace_lab.panels.answers import for_layers
+from chatspace_lab.panels.buffers import MAX_BYTES, pack, tokens_that_fit, unpack
+from chatspace_lab.panels.doses import cap_range, clipped, dose_per_scale, first_difference
+from chatspace_lab.panels.pieces import Pieces
+from chatspace_lab.panels.rows import Row
+from chatspace_lab.panels.sweep import cell_of
+from chatspace_lab.panels.vectors import lines, snapshot
+
+V = torch.tensor([3.0, 4.0])
+
+
+def test_a_dose_is_the_mean_over_the_layers() -> None:
+    row = Row("r1", "v", "add", (1, 2))
+    assert dose_per_scale(row, {"v": V}, {1: 10.0, 2: 20.0}) == pytest.approx((0.5 + 0.25) / 2)
+    factored = Row("r1", "v", "add", (1, 2), factors={1: 1.0, 2: 2.0})
+    assert dose_per_scale(factored, {"v": V}, {1: 10.0, 2: 20.0}) == pytest.approx(0.5)
+    assert dose_per_scale(row, {"v": V}, {1: 10.0}) is None
+    assert dose_per_scale(row, {}, {1: 10.0, 2: 20.0}) is None
+    assert dose_per_scale(row, {"v": V * 0}, {1: 10.0, 2: 20.0}) is None
+    assert dose_per_scale(Row("r1", "v", "cap", (1,)), {"v": V}, {1: 10.0}) is None
+
+
+def test_a_cap_counts_tokens_that_it_moves_at_any_layer() -> None:
+    seen = np.array([[1.0, -5.0, 2.0, 0.0], [0.0, 0.0, 9.0, 0.0]])
+    assert clipped(seen, -4.0, 8.0) == (2, 4)
+    assert clipped(seen, None, 1.5) == (1, 4)
+    assert clipped(seen, None, None) == (0, 4)
+    assert cap_range(seen) == (-20.0, 20.0)  # 9 · 1.25, to one digit upwards
+    assert cap_range(np.zeros((1, 0))) == (-1.0, 1.0)
+
+
+def test_answers_part_at_the_first_different_token() -> None:
+    assert first_difference([1, 2, 3], [1, 5, 3]) == 1
+    assert first_difference([1, 2], [1, 2, 3]) is None
+
+
+def test_buffers_keep_eleven_bits_of_anything() -> None:
+    values = np.array([[3e6, -1.5, 1e-3], [0.0, np.nan, 1234.5]])
+    packed = pack(values)
+    assert len(packed["data"]) == values.size * 2
+    back = unpack(packed)
+    np.testing.assert_allclose(back, values, rtol=2**-11, atol=packed["factor"] * 2**-25)
+    assert pack(np.zeros((2, 0)))["factor"] == 1.0
+    assert tokens_that_fit(30, 100) == 100
+    assert tokens_that_fit(40, 10**6) * 40 * 2 <= MAX_BYTES
+
+
+def test_a_direction_is_read_at_layers_that_it_lacks_along_another() -> None:
+    direction = Direction("d", {2: V, 5: -V})
+    laid = for_layers(direction, (1, 2, 5))
+    assert sorted(laid) == [1, 2, 5]
+    assert torch.equal(laid[1], direction.at(2))
+    assert torch.equal(laid[5], direction.at(5))
+    assert for_layers(V, (1, 2)) is V
+
+
+def test_pieces_are_the_text(demo_model_path: str) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(demo_model_path)
+    pieces = Pieces(tokenizer)
+    text = "Flüsse 🌊 and <think>\n\n 𝔘 &amp;"
+    ids = tokenizer(text)["input_ids"]
+    assert "".join(pieces.of(ids)) == text
+    assert len(pieces.of(ids)) == len(ids)
+    end = tokenizer.eos_token_id
+    assert pieces.of([*ids, end])[-1] == tokenizer.eos_token
+    assert pieces.of([*ids, end], special=False)[-1] == ""
+
+
+def test_a_snapshot_does_not_follow_later_edits() -> None:
+    vector = torch.ones(2)
+    kept, kept_by_layer = snapshot(vector, 2, "v"), snapshot({3: vector}, 2, "v")
+    vector += 5
+    assert kept.tolist() == kept_by_layer[3].tolist() == [1.0, 1.0]
+    with pytest.raises(ValueError, match="v has 2 entries, this model's hidden_size is 3"):
+        snapshot(vector, 3, "v")
+    assert lines(" a \n\n b") == ["a", "b"]
+
+
+def test_a_sweeps_cell_says_what_changed_and_whether_it_holds_together() -> None:
+    row = {
+        "layer": 3,
+        "scale": 2.0,
+        "dose": 0.4999,
+        "text": "t",
+        "projection": 5.0,
+        "perplexity": 9.0,
+        "repetition": 0.1,
+        "tokens": 4,
+    }
+    usual = {"projection": 2.0, "perplexity": 3.0}
+    cell = cell_of(row, [0.25, 0.5], usual)
+    assert (cell["dose"], cell["effect"], cell["broken"]) == (0.5, 3.0, False)
+    assert cell_of({**row, "perplexity": 12.0}, [0.5], usual)["broken"]
+    assert cell_of({**row, "repetition": 0.5}, [0.5], usual)["broken"]
+    empty = cell_of({**row, "projection": math.nan, "perplexity": math.nan, "repetition": math.nan}, [0.5], usual)
+    assert (empty["effect"], empty["perplexity"], empty["broken"]) == (None, None, False)
