@@ -227,6 +227,8 @@ async def matches_hugging_face(model: VLLMSteerModel) -> Check:
         theirs = theirs.to(model.dtype)
         rounded = [residuals(theirs, ids, model.layer_count) for ids, _ in found]
     del theirs
+    # Kernels add up in another order; and on a GPU vLLM's attention multiplies float32 with the ten bits of TF32.
+    unavoidable = 4e-3 if model.dtype == torch.float32 and torch.cuda.is_available() else 1e-4
     missed = []
     dtype = str(model.dtype).removeprefix("torch.")
     beside = "" if rounded is wanted else f"; beside it that of Hugging Face's own {dtype}"
@@ -236,8 +238,7 @@ async def matches_hugging_face(model: VLLMSteerModel) -> Check:
         own = _distances([each[layer] for each in rounded], [each[layer] for each in wanted])
         beside = "" if rounded is wanted else f"      {own[0]:.2e}  {own[1]:.2e}"
         print(f"  layer {layer:3}   {ours[0]:.2e}  {ours[1]:.2e}{beside}", flush=True)
-        # Kernels add up in another order: in float32 that alone is 1e-5 to 1e-4 at the last layers.
-        if ours[0] > 1e-4 + 2 * own[0] or ours[1] > 5e-3 + 3 * own[1]:
+        if ours[0] > unavoidable + 2 * own[0] or ours[1] > max(5e-3, 5 * unavoidable) + 3 * own[1]:
             missed.append(layer)
     if missed:
         return Check(name, False, f"layers {missed} are further away than rounding explains")

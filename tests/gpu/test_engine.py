@@ -13,8 +13,9 @@ import torch
 
 from chatspace_lab import AblationSpec, AddSpec, ProjectionCapSpec, SteeringSpec, VLLMSteeringConfig, VLLMSteerModel
 
-TF32 = 2e-3
-"""What ten bits of mantissa leave after 30 layers."""
+TF32 = 1e-2
+"""Relative to a row. vLLM's attention kernel for float32 multiplies with ten bits of mantissa (TF32). Attention redone
+so in Hugging Face's model, nothing steered, leaves 7e-4 at the first layer and 2e-3 at the worst."""
 
 PROMPTS = [
     "The capital of France is",
