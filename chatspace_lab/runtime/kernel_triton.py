@@ -25,7 +25,7 @@ _CAP = tl.constexpr(CAP)
 @triton.jit
 def _operation(entry, number: tl.constexpr, wanted, ENTRIES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Load operation ``number`` of a program; zeros if it is not wanted, or no program can have so many."""
-    there = wanted & (number < ENTRIES - 1)
+    there = (wanted & (number < ENTRIES - 1)).to(tl.int1)
     at = entry + 4 * (number + 1)
     kind = tl.load(at, mask=there, other=0)
     row = tl.load(at + 1, mask=there, other=0).to(tl.int64)
@@ -84,9 +84,9 @@ def _intervene(  # type: ignore[no-untyped-def]
     else:
         offsets = tl.arange(0, BLOCK)
         mask = offsets < SIZE
-        v0 = tl.load(bank_ptr + row0 * SIZE + offsets, mask=mask & (count > 0), other=0.0)
-        v1 = tl.load(bank_ptr + row1 * SIZE + offsets, mask=mask & (count > 1), other=0.0)
-        v2 = tl.load(bank_ptr + row2 * SIZE + offsets, mask=mask & (count > 2), other=0.0)
+        v0 = tl.load(bank_ptr + row0 * SIZE + offsets, mask=offsets < tl.where(count > 0, SIZE, 0), other=0.0)
+        v1 = tl.load(bank_ptr + row1 * SIZE + offsets, mask=offsets < tl.where(count > 1, SIZE, 0), other=0.0)
+        v2 = tl.load(bank_ptr + row2 * SIZE + offsets, mask=offsets < tl.where(count > 2, SIZE, 0), other=0.0)
         row = tl.load(capture_row_of_token_ptr + token).to(tl.int64)
         if EARLY:
             tl.extra.cuda.gdc_wait()  # from here on the kernel before this one has ended
