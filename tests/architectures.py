@@ -1,7 +1,7 @@
 """Every architecture of tests/tiny.py in an engine of its own, beside Hugging Face; a table of what came of it.
 
-``python -m tests.architectures [names …] [--markdown FILE] [--resume FILE]``. The exit code is 1 if an architecture is neither right,
-nor refused by name, nor one that plain vLLM cannot run here either.
+``python -m tests.architectures [names …] [--markdown FILE] [--resume FILE]``. The exit code is 1 if an architecture is
+neither right, nor refused by name, nor one that plain vLLM cannot run here either.
 """
 
 from __future__ import annotations
