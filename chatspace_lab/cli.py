@@ -7,17 +7,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
-import os
 import sys
-import warnings
 from collections.abc import Awaitable, Callable, Sequence
 
 from chatspace_lab import __version__
 from chatspace_lab.errors import LabError
-
-# On a CPU vLLM warns of this before its own logging level counts; here, because its processes import this module too.
-logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
+from chatspace_lab.quiet import quieten
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -114,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Arguments; None is those of the process.
     """
     arguments = _parser().parse_args(argv)
-    _quieten()
+    quieten()
     try:
         return asyncio.run(_run(arguments))
     except LabError as error:
@@ -123,15 +118,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("chatspace-lab: interrupted", file=sys.stderr)
         return 130
-
-
-def _quieten() -> None:
-    """Silence what vLLM tells of its start, in its processes too: it would hide the answer. What the user set wins."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if "PYTHONWARNINGS" not in os.environ:
-        os.environ["PYTHONWARNINGS"] = "ignore::FutureWarning"
-        warnings.simplefilter("ignore", FutureWarning)
 
 
 async def _run(arguments: argparse.Namespace) -> int:

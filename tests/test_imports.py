@@ -20,6 +20,7 @@ PACKAGE = Path(chatspace_lab.__file__).parent
 
 LEVELS = [
     "errors",
+    "quiet",
     "wire",
     "spans",
     "readings",

@@ -28,7 +28,7 @@ def code_of(asked: Asked, vectors: Mapping[str, Any], lab: str) -> str:
     acting = [row for row in asked.rows if row.acts]
     names = sorted({CLASSES[row.operation] for row in acting} | ({"LayerSteeringSpec"} if acting else set()))
     where = as_where(asked.where)
-    special = bool(where.indices) or not where.special_tokens
+    special = bool(where.indices) or not where.special_tokens or not where.first_token
     imports = [*names, "SteeringSpec", *(["Where"] if special else [])]
     steps: dict[int, list[str]] = {}
     for row in acting:
@@ -66,9 +66,12 @@ def _operation(row: Row, layer: int, vectors: Mapping[str, Any], lab: str) -> st
 
 
 def _where(where: Where) -> str:
+    narrow = not (where.special_tokens and where.first_token)
     if where.indices:
         name = "Where.messages" if where.part == "messages" else "Where.span"
         text = f"{name}({', '.join(map(str, where.indices))})"
     else:
-        text = repr(where.part) if where.special_tokens else f"Where({where.part!r})"
-    return text if where.special_tokens else f"{text}.without_special_tokens()"
+        text = f"Where({where.part!r})" if narrow else repr(where.part)
+    if not where.special_tokens:
+        text += ".without_special_tokens()"
+    return text if where.first_token else f"{text}.without_first_token()"

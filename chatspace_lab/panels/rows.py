@@ -258,5 +258,5 @@ def _row(name: str, vector: str, entries: list[tuple[int, Operation]]) -> Row:
 def where_name(where: Where | str) -> str:
     """Return ``"all"``, ``"prompt"`` or ``"answer"``, or in words what else a cell has chosen."""
     chosen = as_where(where)
-    plain = chosen.special_tokens and not chosen.indices
+    plain = chosen.special_tokens and chosen.first_token and not chosen.indices
     return chosen.part if plain else f"{chosen.part} {', '.join(map(str, chosen.indices))}".strip()

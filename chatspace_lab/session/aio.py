@@ -197,8 +197,9 @@ class AsyncLab:
         prompt: Any,
         layers: int | Sequence[int],
         vector: Any,
-        scales: Iterable[float],
+        scales: Iterable[float] | None = None,
         *,
+        doses: Iterable[float] | None = None,
         operation: str = "add",
         read_layer: int | None = None,
         perplexity: bool = True,
@@ -219,6 +220,8 @@ class AsyncLab:
             The grid, layer by layer.
         vector
             ``[hidden_size]``, or one per layer.
+        doses
+            In place of ``scales``: the added norm over the mean residual norm at that layer on this prompt.
         operation
             ``"add"``, or ``"ablate"`` (then a scale multiplies the component).
         read_layer
@@ -237,12 +240,13 @@ class AsyncLab:
             ``finish_reason``. ``frame.attrs["norms"]`` has the residual norms.
         """
         one_sample("sweep", sampling)
-        cells = lay_out(self.model, layers, vector, scales, operation)
+        plan = lay_out(self.model, layers, vector, scales, operation, doses)
         if read_layer is not None:
             [read_layer] = as_layers(read_layer, self.model.layer_count, "sweep: read_layer")
         sampling = {"max_tokens": max_tokens, "temperature": temperature, **sampling}
         prepared = self._prepare(prompt, chat_options, **sampling)
         await self._measure(prepared, asked(prompt))
+        cells = [cell.scaled(self.norms[cell.layer]) for cell in plan] if doses is not None else plan
         grid = Grid(
             self.model,
             prepared,
@@ -289,7 +293,9 @@ class AsyncLab:
         directions
             ``{name: vector}``, with ``"projection"``.
         where
-            Which tokens: ``"prompt"``, ``"answer"``, ``"all"``, ``Where.messages(…)``, ``Where.span(…)``.
+            Which tokens: ``"prompt"``, ``"answer"``, ``"all"``, ``Where.messages(…)``, ``Where.span(…)``. For a mean
+            over whole prompts take ``Where("prompt").without_first_token()``: the first token's activation is often a
+            hundred times longer than all others, and would be all that the mean shows.
         steering
             For all of them; None is what is in force now.
         max_tokens, temperature, sampling

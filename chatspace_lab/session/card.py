@@ -6,7 +6,6 @@ import html
 from typing import TYPE_CHECKING, Any
 
 from chatspace_lab.session.history import describe_operation, describe_where, ranges
-from chatspace_lab.steering.specs import AddSpec
 from chatspace_lab.steering.where import Where, as_where
 
 if TYPE_CHECKING:
@@ -52,11 +51,7 @@ def _steering(lab: LabSession) -> str:
         return "none"
     grouped: dict[str, list[int]] = {}
     for layer, operation in spec:
-        what = describe_operation(operation)
-        if isinstance(operation, AddSpec) and layer in lab.norms:
-            dose = operation.scale * operation.vector.norm().item() / lab.norms[layer]
-            what += f" = dose {dose:.2f}"
-        grouped.setdefault(what, []).append(layer)
+        grouped.setdefault(describe_operation(operation, lab.norms.get(layer)), []).append(layer)
     lines = [f"{html.escape(what)} @ {ranges(layers)}" for what, layers in grouped.items()]
     where = as_where(spec.where)
     if where != Where():

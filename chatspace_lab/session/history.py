@@ -6,7 +6,7 @@ import asyncio
 import datetime
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -218,22 +218,27 @@ class History:
         return str(self.frame()._repr_html_())
 
 
-def describe(spec: SteeringSpec) -> str:
-    """Return a spec in a few words: ``add 8·v (|v| 2.1) @ 6–9; cap [-4, 6.5] @ 12``."""
+def describe(spec: SteeringSpec, norms: Mapping[int, float] | None = None) -> str:
+    """Return a spec in a few words: ``add 8·v (|v| 2.1) = dose 0.42 @ 6–9; cap [-4, 6.5] @ 12``.
+
+    The dose of an addition is its length over the residual's mean norm at that layer, where ``norms`` has that.
+    """
     if not spec:
         return "none"
     layers: dict[str, list[int]] = {}
     for layer, operation in spec:
-        layers.setdefault(describe_operation(operation), []).append(layer)
+        layers.setdefault(describe_operation(operation, (norms or {}).get(layer)), []).append(layer)
     parts = [f"{what} @ {ranges(at)}" for what, at in layers.items()]
     where = as_where(spec.where)
     return "; ".join(parts) + ("" if where == Where() else f" on {describe_where(where)}")
 
 
-def describe_operation(operation: Operation) -> str:
-    """Return one operation in a few words."""
+def describe_operation(operation: Operation, norm: float | None = None) -> str:
+    """Return one operation in a few words, with the dose of an addition where the residual's ``norm`` is known."""
     if isinstance(operation, AddSpec):
-        return f"add {operation.scale:g}·v (|v| {operation.vector.norm().item():.3g})"
+        length = operation.vector.norm().item()
+        dose = "" if norm is None else f" = dose {operation.scale * length / norm:.2f}"
+        return f"add {operation.scale:g}·v (|v| {length:.3g}){dose}"
     if isinstance(operation, AblationSpec):
         return f"ablate to {operation.scale:g}"
     low = "−∞" if operation.min is None else f"{operation.min:g}"
@@ -244,7 +249,12 @@ def describe_operation(operation: Operation) -> str:
 def describe_where(where: Where) -> str:
     """Return a choice of positions in a few words."""
     what = where.part if not where.indices else f"{where.part} {', '.join(map(str, where.indices))}"
-    return what if where.special_tokens else f"{what} without special tokens"
+    left_out = [
+        words
+        for words, counts in (("special tokens", where.special_tokens), ("the first token", where.first_token))
+        if not counts
+    ]
+    return what + (f" without {' and '.join(left_out)}" if left_out else "")
 
 
 def ranges(layers: list[int]) -> str:

@@ -17,6 +17,7 @@ from chatspace_lab.engine.config import VLLMSteeringConfig
 from chatspace_lab.engine.model import VLLMSteerModel
 from chatspace_lab.errors import EngineDeadError, SessionError
 from chatspace_lab.models import DEMO_NAME
+from chatspace_lab.quiet import quieten
 from chatspace_lab.session.aio import AsyncLab
 from chatspace_lab.session.card import card
 from chatspace_lab.session.history import History, Run, describe
@@ -125,6 +126,7 @@ class LabSession:
                 raise SessionError("LabSession: a running model takes no further arguments")
             started = model
         else:
+            quieten()
             name = model.model_name if isinstance(model, VLLMSteeringConfig) else model
             with StartDisplay(DEMO_NAME if name is None else str(name)) as display:
                 found = find_model(name, display.show)

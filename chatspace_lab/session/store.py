@@ -53,7 +53,7 @@ def spec_from_json(data: Mapping[str, Any], tensors: Tensors) -> SteeringSpec:
             operations.append(KINDS[entry["kind"]](tensors[entry["vector"]], **values))
         layers[int(layer)] = _layer(operations)
     where = data["where"]
-    return SteeringSpec(layers, Where(where["part"], tuple(where["indices"]), where["special_tokens"]))
+    return SteeringSpec(layers, Where(**{**where, "indices": tuple(where["indices"])}))
 
 
 def _layer(operations: list[Any]) -> LayerSteeringSpec:

@@ -37,11 +37,15 @@ COLUMNS = (
 
 
 class Cell(NamedTuple):
-    """One run of the grid."""
+    """One run of the grid. ``scale`` is a dose until :meth:`scaled`, if the grid is one of doses."""
 
     layer: int
     scale: float
     vector: torch.Tensor
+
+    def scaled(self, norm: float) -> Cell:
+        """Return this cell with the scale that adds its dose to a residual stream of this norm."""
+        return self._replace(scale=self.scale * norm / float(self.vector.norm()))
 
 
 class Grid:
@@ -153,8 +157,10 @@ class Grid:
         return frame
 
 
-def lay_out(model: VLLMSteerModel, layers: Any, vector: Any, scales: Any, operation: str) -> list[Cell]:
-    """Return the cells of a grid, layer by layer.
+def lay_out(
+    model: VLLMSteerModel, layers: Any, vector: Any, scales: Any, operation: str, doses: Any = None
+) -> list[Cell]:
+    """Return the cells of a grid of scales, or else of doses, layer by layer.
 
     Raises
     ------
@@ -163,13 +169,20 @@ def lay_out(model: VLLMSteerModel, layers: Any, vector: Any, scales: Any, operat
     """
     if operation not in OPERATIONS:
         raise RequestError(f"sweep: operation is one of {', '.join(OPERATIONS)}, got {operation!r}")
+    if (scales is None) == (doses is None):
+        raise RequestError("sweep: give scales or doses, one of the two")
+    if doses is not None and operation != "add":
+        raise RequestError(f"sweep: only an addition has a dose; give scales for {operation!r}")
     chosen = as_layers(layers, model.layer_count, "sweep")
-    wanted = [as_number(scale, "sweep: a scale") for scale in scales]
+    name, given = ("scales", scales) if doses is None else ("doses", doses)
+    wanted = [as_number(value, f"sweep: one of {name}") for value in given]
     if not wanted:
-        raise RequestError("sweep: scales is empty")
+        raise RequestError(f"sweep: {name} is empty")
     cells = []
     for layer in chosen:
         here = vector_at(vector, layer, model.hidden_size, "sweep")
+        if doses is not None and not here.any():
+            raise SteeringError(f"sweep: the vector for layer {layer} is zero, it has no dose")
         cells += [Cell(layer, scale, here) for scale in wanted]
     return cells
 

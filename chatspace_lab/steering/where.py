@@ -28,7 +28,7 @@ class Where:
     """A choice of positions: ``"all"``, ``"prompt"``, ``"answer"``, some messages, or a span.
 
     Write the first three as strings; :meth:`messages` and :meth:`span` make the others, and
-    :meth:`without_special_tokens` narrows any of them.
+    :meth:`without_special_tokens` and :meth:`without_first_token` narrow any of them.
 
     Attributes
     ----------
@@ -39,11 +39,15 @@ class Where:
         Of the messages (negative ones count from the end), or first and last + 1 position of the span.
     special_tokens
         Whether the tokenizer's special tokens in the prompt count. In an answer every token does.
+    first_token
+        Whether position 0 counts. It collects attention, and in many models its activation is a hundred times longer
+        than any other: a mean over a prompt is then a mean of that one.
     """
 
     part: str = "all"
     indices: tuple[int, ...] = ()
     special_tokens: bool = True
+    first_token: bool = True
 
     def __post_init__(self) -> None:
         if self.part not in ("all", "prompt", "answer", "messages", "span"):
@@ -68,6 +72,10 @@ class Where:
     def without_special_tokens(self) -> Where:
         """Leave out the tokenizer's special tokens in the prompt."""
         return replace(self, special_tokens=False)
+
+    def without_first_token(self) -> Where:
+        """Leave out position 0."""
+        return replace(self, first_token=False)
 
 
 def as_where(value: Where | str) -> Where:
@@ -129,6 +137,8 @@ def resolve(
         spans = [(where.indices[0], where.indices[1])]
     else:
         spans = sorted(_message_span(index, messages) for index in where.indices)
+    if not where.first_token:
+        spans = [(max(start, 1), end) for start, end in spans if end < 0 or end > 1]
     if not where.special_tokens:
         special = set(special_ids)
         spans = [part for span in spans for part in _without(span, token_ids, special)]

@@ -234,7 +234,11 @@ def test_a_dose_is_a_fraction_of_the_measured_norm(lab: LabSession, v: torch.Ten
         (lambda lab, v: lab.steer(3, {4: v}), RequestError, r"steer: vector has no vector for layer 3, only for \[4\]"),
         (lambda lab, v: lab.cap(3, v), SteeringError, "give min, max or both"),
         (lambda lab, v: lab.sweep("a", 3, v, []), RequestError, "scales is empty"),
-        (lambda lab, v: lab.sweep("a", 3, v, [math.nan]), SteeringError, "sweep: a scale"),
+        (lambda lab, v: lab.sweep("a", 3, v, [math.nan]), SteeringError, "sweep: one of scales"),
+        (lambda lab, v: lab.sweep("a", 3, v), RequestError, "give scales or doses"),
+        (lambda lab, v: lab.sweep("a", 3, v, [1], doses=[1]), RequestError, "give scales or doses"),
+        (lambda lab, v: lab.sweep("a", 3, 0 * v, doses=[1]), SteeringError, "the vector for layer 3 is zero"),
+        (lambda lab, v: lab.sweep("a", 3, v, doses=[1], operation="ablate"), RequestError, "only an addition has"),
         (lambda lab, v: lab.sweep("a", 3, v, [1], operation="cap"), RequestError, "operation is one of add, ablate"),
         (lambda lab, v: lab.sweep("a", 3, v, [1], max_token=3), RequestError, "did you mean max_tokens"),
         (lambda lab, v: lab.sweep(["a", "b"], 3, v, [1]), RequestError, "one prompt or one conversation, got 2"),
@@ -288,6 +292,14 @@ def test_a_sweep_equals_single_runs_and_its_numbers_the_oracle(lab: LabSession, 
     assert frame["text"].nunique() >= 4
     assert frame[frame["scale"] == 0]["text"].nunique() == 1
     assert [run.status for run in lab.history] == ["done"] * len(lab.history)
+
+
+def test_a_sweep_of_doses_scales_each_layer_by_its_own_norm(lab: LabSession, v: torch.Tensor) -> None:
+    frame = lab.sweep(CHAT, [4, 20], {4: v, 20: 3 * v}, doses=[-0.5, 0.5], max_tokens=2, perplexity=False)
+    np.testing.assert_allclose(frame["dose"], [-0.5, 0.5, -0.5, 0.5], rtol=1e-5)
+    lengths = [v.norm().item(), v.norm().item(), 3 * v.norm().item(), 3 * v.norm().item()]
+    norms = [lab.norms[layer] for layer in frame["layer"]]
+    np.testing.assert_allclose(frame["scale"] * lengths, frame["dose"] * norms, rtol=1e-5)
 
 
 def test_an_interrupted_sweep_keeps_what_is_finished(lab: LabSession, v: torch.Tensor) -> None:

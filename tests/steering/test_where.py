@@ -32,6 +32,16 @@ def test_special_tokens_of_the_prompt_are_left_out() -> None:
     assert spans(Where.span(2, 6).without_special_tokens()) == [2, 3, 5, 6]
 
 
+def test_the_first_token_is_left_out() -> None:
+    assert spans(Where().without_first_token()) == [1, -1]
+    assert spans(Where("prompt").without_first_token()) == [1, 9]
+    assert spans(Where("answer").without_first_token()) == [9, -1]
+    assert spans(Where.span(0, 3).without_first_token()) == [1, 3]
+    assert spans(Where("prompt").without_first_token().without_special_tokens()) == [1, 3, 5, 8]
+    with pytest.raises(RequestError, match="selects no token"):
+        spans(Where.span(0, 1).without_first_token())
+
+
 def test_adjacent_spans_are_joined() -> None:
     messages = [MessageBoundary("user", "a", 1, 3), MessageBoundary("user", "b", 3, 8)]
     assert resolve(Where.messages(1, 0), PROMPT, limit=20, messages=messages) == [1, 8]
