@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import threading
 
@@ -31,10 +32,21 @@ def watch_owner() -> None:
     threading.Thread(target=_watch, args=(int(owner_pid),), name="chatspace-lab-owner-watch", daemon=True).start()
 
 
+def _wait_for_end(pid: int) -> None:
+    """Wait until a process has ended, whether or not its parent has noticed."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    poll.poll()
+    os.close(descriptor)
+
+
 def _watch(owner_pid: int) -> None:
     parent = os.getppid()
-    with contextlib.suppress(psutil.NoSuchProcess):
-        psutil.Process(owner_pid).wait()
+    _wait_for_end(owner_pid)
     # A process that is killed frees no named shared memory; what this one maps is this engine's.
     for path in {entry.path for entry in psutil.Process().memory_maps() if entry.path.startswith("/dev/shm/")}:
         with contextlib.suppress(OSError):

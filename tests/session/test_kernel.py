@@ -216,7 +216,7 @@ threads = [
         wait_until(lambda: all_gone(processes, shared), timeout_s=20, what="what the killed kernel had is gone")
         assert neighbour.run("print(lab.chat(question, **greedy)[0])").text == "The capital of France is Paris.\n"
         # Closing one frees it, and the name is free again.
-        left = family(neighbour.pid)
+        left = engines(neighbour.pid)
         held = shared_memory(left)
         neighbour.run("lab.close()")
         wait_until(lambda: all_gone(left, held), timeout_s=20, what="what the closed lab had is gone")
