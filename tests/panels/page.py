@@ -30,8 +30,13 @@ class Panel:
         return self.root.locator(".cl-status")
 
     def settled(self, status: str = "done") -> None:
-        """Wait until the page says that nothing runs."""
+        """Wait until the kernel has answered all that was sent, and the page says that nothing runs."""
+        self.answered()
         expect(self.status).to_have_attribute("data-status", status)
+
+    def answered(self) -> None:
+        """Wait until the kernel has answered all that was sent."""
+        expect(self.status).to_have_attribute("data-pending", "0")
 
     def button(self, name: str) -> Locator:
         return self.root.get_by_role("button", name=name, exact=True)

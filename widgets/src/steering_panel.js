@@ -22,6 +22,7 @@ const WORDS = { idle: "ready", waiting: "waiting", running: "running", done: "re
 function render({ model, el }) {
   const viewId = Math.random().toString(36).slice(2);
   let count = 0;
+  let answered = 0;
   /** Edits of this view that the kernel has not answered yet. @type {Map<string, {patch: Partial<Row>, n: number}>} */
   const edits = new Map();
   /** Rows under the hand: their sliders have moved and nothing was sent yet. @type {Set<string>} */
@@ -37,7 +38,13 @@ function render({ model, el }) {
   function tell(message) {
     count += 1;
     model.send({ ...message, view: viewId, n: count });
+    drawPending();
     return count;
+  }
+
+  /** How many messages the kernel has not answered. */
+  function drawPending() {
+    status.dataset.pending = String(count - answered + moving.size);
   }
 
   /** @returns {View} */
@@ -106,6 +113,7 @@ function render({ model, el }) {
         each = rowView(row, facts.layers, {
           moving: (id) => {
             moving.add(id);
+            drawPending();
             drawState();
           },
           edit: (id, patch) => {
@@ -399,14 +407,16 @@ function render({ model, el }) {
     ...["baseline", "steered"].map((side) => /** @type {[string, () => void]} */ ([`change:${side}`, () => { take(side); drawTexts(); drawTints(); drawState(); drawMarks(); drawLooks(); }])),
   ];
   /** @param {any} message */
-  const answered = (message) => {
+  const acknowledged = (message) => {
     if (message?.view !== viewId || !("ack" in message)) return;
+    answered = Math.max(answered, message.ack);
     for (const [id, edit] of edits) if (edit.n <= message.ack) edits.delete(id);
     drawRows();
     drawState();
+    drawPending();
   };
   for (const [event, listener] of listeners) model.on(event, listener);
-  model.on("msg:custom", answered);
+  model.on("msg:custom", acknowledged);
   take("baseline");
   take("steered");
   drawSources();
@@ -419,10 +429,11 @@ function render({ model, el }) {
   drawLooks();
   drawState();
   drawMarks();
+  drawPending();
   if (!receiptText.textContent) write(receiptText, "nothing was asked yet");
   return () => {
     for (const [event, listener] of listeners) model.off(event, listener);
-    model.off("msg:custom", answered);
+    model.off("msg:custom", acknowledged);
   };
 }
 
