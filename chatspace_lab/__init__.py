@@ -34,7 +34,7 @@ _HOME = {
     "CaptureHandle": "capture",
     "ChatResponse": "chat",
     "LabError": "errors",
-    "LabSession": "session.lab",
+    "LabSession": "session",
     "LayerSteeringSpec": "steering.specs",
     "MessageBoundary": "chat",
     "ProjectionCapSpec": "steering.specs",
