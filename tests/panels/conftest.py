@@ -108,6 +108,8 @@ def kernel(server: Server, page: Page) -> Iterator[Kernel]:
 @pytest.fixture
 def panel(page: Page, kernel: Kernel) -> Panel:
     """The first view of the panel: one row, nothing asked, nothing steered."""
+    from playwright.sync_api import expect
+
     from tests.panels.page import Panel
 
     kernel.run(
@@ -124,4 +126,6 @@ panel.wait(60)
     )
     shown = Panel(page, kernel)
     shown.show()
+    shown.settled("idle")
+    expect(shown.root.locator(".cl-row")).to_have_count(1)
     return shown

@@ -88,6 +88,7 @@ class Server:
             f"--IdentityProvider.token={self.token}",
         ]
         options += [f"--ServerApp.root_dir={self.root}", "--ServerApp.allow_root=True", "--no-browser"]
+        options += ["--LabApp.expose_app_in_browser=True"]  # so that tests can run its commands
         self._log = (folder / "jupyter.log").open("wb")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "jupyterlab", *options], env=env, stdout=self._log, stderr=self._log, cwd=self.root

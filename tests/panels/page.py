@@ -90,3 +90,8 @@ class Panel:
 
     def value(self, expression: str) -> Any:
         return self.kernel.value(expression)
+
+
+def command(page: Page, name: str, **arguments: Any) -> None:
+    """Run a command of JupyterLab, as a menu does, and wait for its end."""
+    page.evaluate("([name, given]) => window.jupyterapp.commands.execute(name, given)", [name, arguments])

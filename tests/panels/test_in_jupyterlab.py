@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 
+import nbformat
 import pytest
+from nbformat.sign import NotebookNotary
 from playwright.sync_api import Page, expect
 
 from tests.panels.conftest import OUTPUT
 from tests.panels.jupyter import Kernel, Server
-from tests.panels.page import Panel
+from tests.panels.page import Panel, command
 
 RIVERS = [{"role": "user", "content": "Tell me about rivers."}]
 MIB = 1 << 20
@@ -76,10 +77,7 @@ def test_layers_are_picked_by_click_drag_and_keyboard(panel: Panel) -> None:
     cell = box["width"] / 30
     strip.click(position={"x": 20.5 * cell, **middle})
     expect(strip.get_by_role("option", selected=True)).to_have_count(2)
-    panel.page.mouse.move(box["x"] + 3.5 * cell, box["y"] + 5)
-    panel.page.mouse.down()
-    panel.page.mouse.move(box["x"] + 6.5 * cell, box["y"] + 5, steps=4)
-    panel.page.mouse.up()
+    strip.drag_to(strip, source_position={"x": 3.5 * cell, **middle}, target_position={"x": 6.5 * cell, **middle})
     expect(panel.row().locator(".cl-layers-text")).to_have_text("3–6, 15, 20")
     strip.press("ArrowRight")
     strip.press(" ")
@@ -97,9 +95,10 @@ def test_layers_are_picked_by_click_drag_and_keyboard(panel: Panel) -> None:
 
 def test_points_appear_before_the_answer_is_complete_and_a_stop_keeps_the_text(panel: Panel) -> None:
     panel.kernel.run("panel.state = {'sampling': {'max_tokens': 1500}, 'rows': []}; panel.wait()")
-    panel.ask("Count from one to one thousand.")
-    points = panel.root.locator("g[data-side=steered]")
-    expect(points).to_have_attribute("data-points", re.compile(r"^(4[5-9]|[5-9]\d|\d{3,})$"))
+    panel.ask("Write a long story about a river and the people who live beside it.")
+    panel.page.wait_for_function(
+        "() => Number(document.querySelector('.cl-steering g[data-side=steered]')?.dataset.points) > 60"
+    )
     assert panel.status.get_attribute("data-status") == "running"
     assert panel.kernel.run("print(6 * 7)") == "42\n", "another cell runs meanwhile"
     assert panel.value("panel.run['status']") == "running"
@@ -109,7 +108,7 @@ def test_points_appear_before_the_answer_is_complete_and_a_stop_keeps_the_text(p
     text = panel.value("panel.steered['text']")
     assert len(text) > 10
     expect(panel.answer()).to_have_text(text)
-    assert 8 < panel.value("len(panel.steered['ids']) - panel.steered['prompt']") < 1500
+    assert 10 < panel.value("len(panel.steered['ids']) - panel.steered['prompt']") < 1500
     expect(panel.pane()).not_to_have_class(re.compile("cl-stale"))
 
 
@@ -246,8 +245,12 @@ def test_bars_are_the_means_of_the_captures(panel: Panel) -> None:
         "lab.fetch_captures_batch([h]); x = h.hidden(15)[h.prompt_len:].float(); h.close()\n"
         "norm = float(x.norm(dim=1).mean()); cosine = float(torch.cosine_similarity(x, formal[None]).mean())"
     )
-    for tab, name in (("norm per message", "norm"), ("cosine per message", "cosine")):
+    for tab, name, title in (
+        ("norm per message", "norm", "mean activation norm per message"),
+        ("cosine per message", "cosine", "mean cosine to formal per message"),
+    ):
         panel.tab(tab).click()
+        expect(panel.root.get_by_role("img", name=title, exact=True)).to_be_visible()
         bar = panel.root.locator("rect[data-side=baseline][data-layer='15']").last
         assert float(bar.get_attribute("data-value") or "nan") == pytest.approx(panel.value(name), rel=2e-3, abs=2e-4)
 
@@ -373,8 +376,7 @@ def test_two_views_and_a_reloaded_page_show_the_same(panel: Panel) -> None:
     expect(panel.slider()).to_have_attribute("aria-valuenow", "-0.2")
     expect(panel.answer()).to_have_text(panel.value("panel.steered['text']"))
     shown = (panel.answer().inner_text(), panel.answer("baseline").inner_text(), tints(panel))
-    panel.page.get_by_role("menuitem", name="File").click()
-    panel.page.get_by_role("menuitem", name=re.compile("^Save Notebook( Ctrl|$)")).first.click()
+    command(panel.page, "docmanager:save")
     expect(panel.page.locator(".jp-mod-dirty")).to_have_count(0)
     panel.page.reload()
     expect(panel.answer()).to_have_text(shown[0])
@@ -396,18 +398,14 @@ def test_light_and_dark(panel: Panel) -> None:
     panel.ask()
     panel.settled()
     assert luminance(panel, "backgroundColor") - luminance(panel, "color") > 120
-    panel.page.get_by_role("menuitem", name="Settings").click()
-    panel.page.get_by_role("menuitem", name="Theme", exact=True).click()
-    panel.page.get_by_role("menuitem", name="JupyterLab Dark", exact=True).click()
+    command(panel.page, "apputils:change-theme", theme="JupyterLab Dark")
     expect(panel.page.locator("body")).to_have_attribute("data-jp-theme-light", "false")
     panel.page.wait_for_function(
         "() => getComputedStyle(document.querySelector('.cl-panel')).color.match(/\\d+/)[0] > 150", polling=50
     )
     assert luminance(panel, "color") - luminance(panel, "backgroundColor") > 120
     picture(panel, "dark")
-    panel.page.get_by_role("menuitem", name="Settings").click()
-    panel.page.get_by_role("menuitem", name="Theme", exact=True).click()
-    panel.page.get_by_role("menuitem", name="JupyterLab Light", exact=True).click()
+    command(panel.page, "apputils:change-theme", theme="JupyterLab Light")
     expect(panel.page.locator("body")).to_have_attribute("data-jp-theme-light", "true")
 
 
@@ -436,15 +434,23 @@ def test_nothing_is_cut_off_at_900_px(panel: Panel) -> None:
     assert (outside, overlaps) == ([], [])
 
 
-def test_a_thousand_tokens_fit_the_widgets_state_and_are_tinted_at_once(panel: Panel) -> None:
-    long = "The river runs to the sea and the sea runs to the sky. " * 75
-    panel.ask(long.strip())
+SENTENCE = "The river runs to the sea and the sea runs to the sky. "
+
+
+def test_the_state_of_a_long_conversation_stays_below_a_mebibyte(panel: Panel) -> None:
+    panel.ask((SENTENCE * 75).strip())
     panel.settled()
     assert panel.pane().locator(".cl-token").count() >= 1000
-    # the state as a notebook holds it: buffers in base64
+    # the state as a notebook holds it: buffers in base64, the front end with it
     panel.kernel.run("import ipywidgets.embed, json")
     size = panel.value("len(json.dumps(ipywidgets.embed.dependency_state([panel])))")
-    assert size < MIB, f"{size:,} bytes"
+    assert 100_000 < size < MIB, f"{size:,} bytes"
+
+
+def test_a_thousand_tokens_are_tinted_anew_within_50_ms(panel: Panel) -> None:
+    panel.ask((SENTENCE * 35).strip())
+    panel.settled()
+    assert panel.root.locator(".cl-token").count() >= 1000
     select = panel.root.get_by_role("combobox", name="layer of the tints and plots")
     times = [
         select.evaluate(
@@ -545,34 +551,27 @@ def test_the_first_steered_token_comes_about_as_soon_as_without_a_panel(panel: P
     assert min(shown) < 1.5 * min(plain)
 
 
-def test_a_saved_notebook_without_a_kernel_shows_texts_tints_and_plots(panel: Panel, server: Server) -> None:
+def test_a_saved_notebook_without_its_kernel_shows_texts_tints_and_plots(panel: Panel, server: Server) -> None:
     panel.ask()
     panel.settled()
     panel.drag(0.5)
     panel.settled()
     shown = (panel.answer().inner_text(), panel.answer("baseline").inner_text(), tints(panel))
-    panel.page.keyboard.press("Escape")
-    panel.page.get_by_role("menuitem", name="File").click()
-    panel.page.get_by_role("menuitem", name=re.compile("^Save Notebook( Ctrl|$)")).first.click()
-    file = server.root / "panels.ipynb"
-    expect(panel.page.locator(".jp-mod-dirty")).to_have_count(0)
-    saved = json.loads(file.read_text())
-    assert shown[0].split("\n")[0][:20] in json.dumps(saved, ensure_ascii=False)
-    saved["metadata"]["kernelspec"]["name"] = "nowhere"
-    server.write("saved.ipynb", saved)
+    command(panel.page, "docmanager:save")
+    # a copy, trusted as JupyterLab trusts what it has saved: its kernel is a new one that knows of no widget
+    saved = nbformat.read(server.root / "panels.ipynb", 4)
+    nbformat.write(saved, server.root / "saved.ipynb")
+    NotebookNotary().sign(saved)
     page = panel.page.context.new_page()
     try:
         page.goto(server.url("saved.ipynb").replace("/lab/tree", "/lab/workspaces/reopened/tree"))
-        dialog = page.get_by_role("dialog")
-        dialog.get_by_role("combobox").select_option(label="No Kernel")
-        dialog.get_by_role("button", name=re.compile("^(No Kernel|Select)", re.IGNORECASE)).last.click()
         reopened = Panel(page, panel.kernel)
         expect(reopened.answer()).to_have_text(shown[0])
         assert (reopened.answer().inner_text(), reopened.answer("baseline").inner_text(), tints(reopened)) == shown
         expect(reopened.root.locator("g[data-side=steered]")).to_have_attribute(
             "data-points", re.compile(r"^[1-9]\d*$")
         )
-        picture(reopened, "reopened_without_a_kernel")
+        picture(reopened, "reopened")
     finally:
         page.close()
 
@@ -605,7 +604,7 @@ def test_the_sweep_fills_while_it_runs_and_a_click_shows_the_text(page: Page, ke
     picture(sweep, "sweep")
     kernel.run("sweep.state = {'layers': list(range(30)), 'max_tokens': 200}; sweep.start()")
     expect(sweep.status).to_have_attribute("data-status", "running")
-    sweep.button("⏹ stop").click()
+    sweep.button("stop").click()
     expect(sweep.status).to_have_attribute("data-status", "stopped")
 
 

@@ -61,7 +61,7 @@ function render({ model, el }) {
   const facts = model.get("facts");
   const status = h("span", { class: "cl-status", role: "status", "aria-live": "polite" });
   const steeredCount = h("span", { class: "cl-note" });
-  const stop = h("button", { type: "button", class: "cl-small", "aria-label": "stop" }, "⏹ stop");
+  const stop = h("button", { type: "button", class: "cl-small", "aria-label": "stop" }, "■ stop");
   stop.addEventListener("click", () => tell({ kind: "stop" }));
   const header = h("header", { class: "cl-header" }, h("strong", {}, "chatspace-lab"), h("span", {}, facts.model), h("span", { class: "cl-note" }, `${facts.dtype}, ${facts.layers} layers`), h("span", { class: "cl-space" }), status, steeredCount, stop);
   const error = h("div", { class: "cl-error", role: "alert" });

@@ -29,7 +29,7 @@ function render({ model, el }) {
 
   const status = h("span", { class: "cl-status", role: "status", "aria-live": "polite" });
   const start = h("button", { type: "button" }, "run");
-  const stop = h("button", { type: "button", class: "cl-small" }, "⏹ stop");
+  const stop = h("button", { type: "button", class: "cl-small", "aria-label": "stop" }, "■ stop");
   start.addEventListener("click", () => tell({ kind: "start" }));
   stop.addEventListener("click", () => tell({ kind: "stop" }));
   const header = h("header", { class: "cl-header" }, h("strong", {}, "sweep"), h("span", {}, facts.model), h("span", { class: "cl-space" }), status, start, stop);

@@ -76,7 +76,7 @@ export function layerStrip({ label, count, changed }) {
     set(chosen, known = null) {
       if (drag) return;
       layers = chosen;
-      if (chosen.length && !chosen.includes(active)) active = chosen[0];
+      if (document.activeElement !== strip && chosen.length && !chosen.includes(active)) active = chosen[0];
       cells.forEach((cell, layer) => cell.classList.toggle("cl-unknown", known !== null && !known.includes(layer)));
       draw();
     },

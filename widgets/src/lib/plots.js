@@ -149,7 +149,7 @@ function messagePlot(scene, what) {
     });
     const pinned = scene.pinned !== null && scene.pinned >= band.start && scene.pinned < band.end;
     return [
-      s("rect", { x: from, y: TOP, width: step, height: HEIGHT - TOP - BOTTOM, class: `cl-band cl-band-${at % 2}${pinned ? " cl-band-pinned" : ""}`, "data-pinned": pinned }),
+      s("rect", { x: from, y: TOP, width: step, height: HEIGHT - TOP - BOTTOM, class: `cl-band cl-band-${at % 2}${pinned ? " cl-band-pinned" : ""}`, "data-pinned": pinned ? "true" : null }),
       ...rects,
       s("text", { x: from + step / 2, y: HEIGHT - 8, "text-anchor": "middle", class: "cl-tick" }, `${band.role} (${band.end - band.start})`),
     ];
