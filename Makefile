@@ -7,8 +7,8 @@ demo: setup ## one prompt, plain and steered, and what its activations look like
 test: setup ## all tests and notebooks
 	@.ci/test
 
-lab: setup ## JupyterLab on notebooks/
-	@.venv/bin/jupyter lab --allow-root notebooks
+lab: setup ## JupyterLab on notebooks/, with the panels open
+	@.venv/bin/jupyter lab --allow-root --LabApp.default_url=/lab/tree/10_panels.ipynb notebooks
 
 bench: setup ## throughput beside plain vLLM
 	@.venv/bin/chatspace-lab bench
