@@ -473,7 +473,7 @@ def test_a_thousand_tokens_are_tinted_anew_within_50_ms(panel: Panel) -> None:
     assert min(times) < 50
 
 
-def test_a_slider_answers_the_hand_within_a_frame_while_the_kernel_is_busy(panel: Panel) -> None:
+def test_a_slider_answers_the_hand_within_a_frame(panel: Panel) -> None:
     panel.ask()
     panel.settled()
     times = panel.slider().evaluate(
