@@ -18,6 +18,7 @@ REPOSITORY = Path(__file__).parents[2]
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
 MAX_CELLS = 25
 FIGURES = {name for name, home in analysis._HOME.items() if home.startswith("figures.")} - {"save_figure"}
+PANELS = ("panel", "sweep_panel")
 MAGICS = re.compile(r"^[%!]", re.MULTILINE)
 
 
@@ -34,12 +35,12 @@ def code_of(notebook: Any) -> list[ast.Module]:
 
 
 def makes_figure(node: ast.expr) -> bool:
-    """Whether an expression is a call of one of our figures, or of plotly express (``px.…``)."""
+    """Whether an expression is a call of one of our figures, of plotly express (``px.…``), or of a panel of a lab."""
     if not isinstance(node, ast.Call):
         return False
     function = node.func
     if isinstance(function, ast.Attribute):
-        return isinstance(function.value, ast.Name) and function.value.id == "px"
+        return isinstance(function.value, ast.Name) and (function.value.id == "px" or function.attr in PANELS)
     return isinstance(function, ast.Name) and function.id in FIGURES
 
 
@@ -58,8 +59,8 @@ def shows_figure(cell: ast.Module) -> bool:
     return makes_figure(last.value) or (isinstance(last.value, ast.Name) and last.value.id in named)
 
 
-def test_there_are_nine_numbered_from_one() -> None:
-    assert [path.name[:3] for path in NOTEBOOKS] == [f"{number:02}_" for number in range(1, 10)]
+def test_there_are_ten_numbered_from_one() -> None:
+    assert [path.name[:3] for path in NOTEBOOKS] == [f"{number:02}_" for number in range(1, 11)]
 
 
 def test_nothing_is_stored(notebook: Any) -> None:
