@@ -11,7 +11,7 @@ from chatspace_lab import LabSession
 from tests.conftest import held, wait_until
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def shared_lab(demo_model_path: str) -> Iterator[LabSession]:
     """The demo model in float32."""
     lab = LabSession(demo_model_path, dtype="float32", max_model_len=1024, kv_cache_memory_bytes=1 << 28)
