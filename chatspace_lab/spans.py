@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+FOREVER = 1 << 40
+"""More positions than any request has."""
+
 
 def pairs(spans: Sequence[int]) -> zip[tuple[int, int]]:
     """Return the spans as (start, end)."""
@@ -21,6 +24,14 @@ def overlaps(spans: Sequence[int], first: int, count: int) -> list[tuple[int, in
         if start < end:
             parts.append((start, end))
     return parts
+
+
+def lasting(spans: Sequence[int], position: int) -> int:
+    """Return how many positions right after this one are, like it, in the spans or like it outside."""
+    for edge in spans:
+        if edge > position:
+            return edge - position - 1
+    return FOREVER
 
 
 def below(spans: Sequence[int], stop: int) -> list[int]:

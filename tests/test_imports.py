@@ -19,6 +19,7 @@ from chatspace_lab import analysis, errors
 PACKAGE = Path(chatspace_lab.__file__).parent
 
 LEVELS = [
+    "lazy",
     "errors",
     "quiet",
     "wire",

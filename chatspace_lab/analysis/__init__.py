@@ -6,8 +6,9 @@ the extra ``lab`` (pandas, plotly, scikit-learn).
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from chatspace_lab import lazy
 
 if TYPE_CHECKING:
     from chatspace_lab.analysis.direction import Direction, LayerChoice
@@ -122,20 +123,4 @@ __all__ = [
     "visible",
 ]
 
-_EXTRA = ("pandas", "plotly", "safetensors", "sklearn")
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    except ModuleNotFoundError as error:
-        if error.name not in _EXTRA:
-            raise
-        needed = f"{name} needs {error.name}: pip install 'chatspace-lab[lab]'"
-        raise ModuleNotFoundError(needed, name=error.name) from error
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+__getattr__, __dir__ = lazy.names(__name__, _HOME, lazy.LAB_EXTRA)

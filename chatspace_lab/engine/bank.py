@@ -52,16 +52,16 @@ class VectorBank:
             for key in vectors:
                 if key in self._rows:
                     self._forget_if_failed(key)
-        new = [key for key in vectors if key not in self._rows]
+        rows = [self._rows.get(key) for key in vectors]
+        new = [key for key, row in zip(vectors, rows, strict=True) if row is None]
         if len(new) > len(self._free) + (self._idle_beside(vectors) if new else 0):
             raise SteeringError(
                 f"{len(new)} new vectors do not fit beside those in use: the bank has {self.capacity} rows; "
                 f"raise max_vectors in the configuration, or wait for requests under way"
             )
-        for key in vectors:
-            if key in self._rows:
-                self._rows[key].users += 1
-                self._rows.move_to_end(key)
+        held = [row for row in rows if row is not None]
+        for row in held:
+            row.users += 1
         if new:
             indices = [self._place(key) for key in new]
             data = torch.stack([vectors[key] for key in new]).numpy().tobytes()
@@ -70,15 +70,15 @@ class VectorBank:
             task.add_done_callback(self._settle)
             for key, index in zip(new, indices, strict=True):
                 self._rows[key] = _Row(index, 1, task)
-        rows = [self._rows[key] for key in vectors]
-        pending = {row.uploaded for row in rows if not row.settled} if self._unsettled else set()
+            held = [self._rows[key] for key in vectors]
+        pending = {row.uploaded for row in held if not row.settled} if self._unsettled else set()
         try:
             for uploaded in pending:
                 await asyncio.shield(uploaded)
         except BaseException:
             self.release(vectors)
             raise
-        return [row.index for row in rows]
+        return [row.index for row in held]
 
     def _idle_beside(self, vectors: Mapping[bytes, torch.Tensor]) -> int:
         return sum(1 for key, row in self._rows.items() if not row.users and key not in vectors)
@@ -92,7 +92,10 @@ class VectorBank:
     def release(self, vectors: Mapping[bytes, torch.Tensor]) -> None:
         """Count one user less for each of these vectors."""
         for key in vectors:
-            self._rows[key].users -= 1
+            row = self._rows[key]
+            row.users -= 1
+            if not row.users:
+                self._rows.move_to_end(key)  # idle rows lie in the order in which they became so
             if self._unsettled:
                 self._forget_if_failed(key)
 

@@ -6,14 +6,14 @@ wrote. Pinned host buffers are reused only after their copy has ended (a ring of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from chatspace_lab.runtime import kernel_triton
 from chatspace_lab.runtime.pool import SharedPool
-from chatspace_lab.runtime.routing import StepPlan
+from chatspace_lab.runtime.routing import StepPlan, ranges
 from chatspace_lab.runtime.store import Placement
 from chatspace_lab.runtime.tables import Tables
 
@@ -65,16 +65,19 @@ class CudaBackend:
         if not placements:
             self._capture_of_token.fill(None)
             return
-        wanted: dict[Hashable, Callable[[np.ndarray], None]] = {
-            placement.segment.name: placement.segment.write_addresses for placement in placements
-        }
-        slot_of = self._tables.captures.place(wanted)
+        captures = self._tables.captures
+        segments = {placement.segment.name: placement.segment for placement in placements}
+
+        def write(slots: list[int], names: list[tuple[str, int]]) -> None:
+            for slot, name in zip(slots, names, strict=True):
+                segments[name].write_addresses(captures.host[slot])
+
+        slot_of = dict(zip(segments, captures.place(list(segments), write), strict=True))
+        starts, counts, segment, rows = zip(*placements, strict=True)
+        tokens = step.capture_rows[ranges(starts, counts)]
         capture, row = np.zeros(self._captured, dtype=np.int32), np.zeros(self._captured, dtype=np.int32)
-        counts = np.array([placement.count for placement in placements])
-        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        tokens = step.capture_rows[np.repeat([placement.start for placement in placements], counts) + within]
-        capture[tokens] = np.repeat([slot_of[placement.segment.name] for placement in placements], counts)
-        row[tokens] = np.repeat([placement.row for placement in placements], counts) + within
+        capture[tokens] = np.repeat([slot_of[each.name] for each in segment], counts)
+        row[tokens] = ranges(rows, counts)
         self._capture_of_token.fill(capture)
         self._capture_row_of_token.fill(row)
 

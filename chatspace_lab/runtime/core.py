@@ -119,7 +119,7 @@ class Runtime:
         self._retired = self.store.retirements
         batch = [BatchRow(*row) for row in zip(ids, counts.tolist(), first.tolist(), strict=True)]
         step = self._lay_out(batch)
-        self._steady = Steady.after(batch, self._requests, step)
+        self._steady = Steady.after(batch, step)
 
     def _lay_out(self, batch: Sequence[BatchRow]) -> StepPlan:
         self._continued += sum(row.first > 0 and row.count > 1 for row in batch)

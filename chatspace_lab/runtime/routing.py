@@ -6,14 +6,13 @@ chunked prefill, preemption and recomputation need no case of their own.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from chatspace_lab.spans import overlaps
+from chatspace_lab.spans import FOREVER, lasting, overlaps
 
 
 class BatchRow(NamedTuple):
@@ -78,6 +77,8 @@ class StepPlan:
         [captured] indices of the tokens to capture, ascending.
     moves
         Whose they are, in the same order.
+    lasting
+        How many steps can follow, of one token more of each request, in which the same ones are steered and captured.
     """
 
     tokens: int
@@ -85,31 +86,49 @@ class StepPlan:
     distinct: list[bytes] = field(default_factory=lambda: [b""])
     capture_rows: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     moves: list[CaptureMove] = field(default_factory=list)
+    lasting: int = FOREVER
+
+
+def ranges(starts: Sequence[int] | np.ndarray, counts: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Return ``start, start + 1, …``, ``count`` of them, for each of these, one after the other: [sum of counts]."""
+    sizes = np.asarray(counts, dtype=np.int64)
+    offsets = np.asarray(starts, dtype=np.int64) - (np.cumsum(sizes) - sizes)
+    return np.repeat(offsets, sizes) + np.arange(int(sizes.sum()))
 
 
 def plan(batch: Sequence[BatchRow], requests: Mapping[str, Routed]) -> StepPlan:
     """Lay out one step. Requests that the router was not told about are left alone."""
-    starts = list(itertools.accumulate((row.count for row in batch), initial=0))
-    step = StepPlan(tokens=starts[-1])
-    known = [requests.get(row.request_id) for row in batch]
-    steered = [request is not None and bool(request.program) for request in known]
-    if any(steered):
-        index = {b"": 0}
-        programs = np.zeros(step.tokens, dtype=np.int32)
-        for row, start, request in zip(batch, starts, known, strict=False):
-            if request is None or not request.program:
-                continue
-            number = index.setdefault(request.program, len(index))
-            for low, high in overlaps(request.steer_spans, row.first, row.count):
-                programs[start + low - row.first : start + high - row.first] = number
-        step.programs, step.distinct = programs, list(index)
-    rows: list[int] = []
-    for row, start, request in zip(batch, starts, known, strict=False):
-        if request is None or request.capture is None:
-            continue
-        for low, high in overlaps(request.capture.spans, row.first, row.count):
-            rows.extend(range(start + low - row.first, start + high - row.first))
-            step.moves.append(CaptureMove(request.capture, low, high - low))
-    if rows:
-        step.capture_rows = np.array(rows)
+    step = StepPlan(tokens=0)
+    numbers: list[int] = []  # the program of each request's last token
+    index = {b"": 0}
+    mixed: list[tuple[int, int, int]] = []  # (first token, behind the last, program) where the request's tokens differ
+    captured: list[int] = []
+    start = 0
+    for request_id, count, first in batch:
+        number, request = 0, requests.get(request_id)
+        if request is not None and request.program:
+            parts = overlaps(request.steer_spans, first, count)
+            last = first + count - 1
+            if parts:
+                program = index.setdefault(request.program, len(index))
+                number = program if parts[-1][1] > last else 0
+                if parts[0] != (first, last + 1):
+                    mixed += [(start, start + count, 0)]
+                    mixed += [(start + low - first, start + high - first, program) for low, high in parts]
+            step.lasting = min(step.lasting, lasting(request.steer_spans, last))
+        if request is not None and request.capture is not None:
+            for low, high in overlaps(request.capture.spans, first, count):
+                captured.append(start + low - first)
+                step.moves.append(CaptureMove(request.capture, low, high - low))
+            step.lasting = min(step.lasting, lasting(request.capture.spans, first + count - 1))
+        numbers.append(number)
+        start += count
+    step.tokens = start
+    if len(index) > 1:
+        step.distinct = list(index)
+        step.programs = np.repeat(np.array(numbers, dtype=np.int32), [count for _, count, _ in batch])
+        for low, high, number in mixed:
+            step.programs[low:high] = number
+    if captured:
+        step.capture_rows = ranges(captured, [move.count for move in step.moves])
     return step

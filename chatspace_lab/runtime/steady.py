@@ -6,11 +6,11 @@ move on by one. What ends it: another batch, the edge of a span of positions, a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from chatspace_lab.runtime.routing import BatchRow, Routed, StepPlan
+from chatspace_lab.runtime.routing import BatchRow, StepPlan
 
 
 class Steady:
@@ -27,23 +27,11 @@ class Steady:
         self.ticks = 0
 
     @classmethod
-    def after(cls, batch: Sequence[BatchRow], requests: Mapping[str, Routed], step: StepPlan) -> Steady | None:
+    def after(cls, batch: Sequence[BatchRow], step: StepPlan) -> Steady | None:
         """Return what can follow a step that was laid out, or None if it was more than a token of each request."""
         if step.tokens != len(batch):
             return None
-        steps = 1 << 40
-        for row in batch:
-            request = requests.get(row.request_id)
-            if request is None:
-                continue
-            for edge in request.steer_spans if request.program else ():
-                if edge > row.first:
-                    steps = min(steps, edge - row.first - 1)
-            for edge in request.capture.spans if request.capture is not None else ():
-                if edge > row.first:
-                    steps = min(steps, edge - row.first - 1)
-        for target, position, _ in step.moves:
-            steps = min(steps, target.room(position))
+        steps = min([step.lasting, *(target.room(position) for target, position, _ in step.moves)])
         steady = cls([row.request_id for row in batch], np.array([row.first for row in batch]), steps)
         for target, position, _ in step.moves:
             target.follow(steady, position + 1)

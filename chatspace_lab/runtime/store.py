@@ -12,7 +12,7 @@ import torch
 
 from chatspace_lab.readings import reduce_rows
 from chatspace_lab.runtime.pool import Region, SharedPool
-from chatspace_lab.spans import overlaps, rank
+from chatspace_lab.spans import FOREVER, overlaps, rank
 
 FIRST_ANSWER_ROWS = 64
 """Rows reserved for the answer at first. Longer answers get further segments, each twice as large as the one before."""
@@ -80,7 +80,8 @@ class CaptureBuffer:
         self.key, self.layers, self.spans = key, list(layers), list(spans)
         self.failure: str | None = None
         self.segments: list[Segment] = []
-        self._written = np.zeros(0, dtype=bool)
+        self._rows = 0  # of all segments
+        self._written = bytearray()  # 1 at each captured position that was computed
         self._clock: Clock | None = None
         self._following = (0, 0)
         self._expected = rank(spans, expected)
@@ -100,18 +101,15 @@ class CaptureBuffer:
         if self.failure:
             return []
         self._mark(first, count)
-        if len(self.segments) == 1:
-            return [Placement(start, count, self.segments[0], row)]
+        last = self.segments[-1]
+        if row >= last.first:  # nearly always
+            return [Placement(start, count, last, row - last.first)]
         placements = []
         for segment in self.segments:
             low, high = max(row, segment.first), min(stop, segment.first + segment.rows)
             if low < high:
                 placements.append(Placement(start + low - row, high - low, segment, low - segment.first))
         return placements
-
-    @property
-    def _rows(self) -> int:
-        return sum(segment.rows for segment in self.segments)
 
     def _extend(self, needed: int) -> None:
         first = self._rows
@@ -126,13 +124,16 @@ class CaptureBuffer:
             self._free()
             return
         self.segments.append(Segment((self.key, len(self.segments)), first, rows, self.layers, region, layer_bytes))
+        self._rows += rows
         self._next = min(2 * rows, max(self._expected - first - rows, 1))
 
     def room(self, position: int) -> int:
         """Return how many captured positions after ``position`` go to the rows right behind its own."""
+        if not self.segments:
+            return FOREVER  # a capture that has failed is written nowhere
         row = rank(self.spans, position)
-        ends = [segment.first + segment.rows for segment in self.segments if segment.first <= row]
-        return ends[-1] - row - 1 if ends else 1 << 40  # a capture that has failed is written nowhere
+        end = next(each.first + each.rows for each in reversed(self.segments) if each.first <= row)
+        return end - row - 1
 
     def follow(self, clock: Clock, first: int) -> None:
         """Count one further position as written, from ``first`` on, at each tick of the clock."""
@@ -148,11 +149,9 @@ class CaptureBuffer:
     def _mark(self, first: int, count: int) -> None:
         stop = first + count
         if stop > len(self._written):
-            grown = np.zeros(max(stop, 2 * len(self._written), 64), dtype=bool)
-            grown[: len(self._written)] = self._written
-            self._written = grown
-        self._store.recomputed += int(self._written[first:stop].sum())
-        self._written[first:stop] = True
+            self._written.extend(bytes(max(stop, 2 * len(self._written), 64) - len(self._written)))
+        self._store.recomputed += self._written.count(1, first, stop)
+        self._written[first:stop] = b"\1" * count
 
     def positions(self, stop: int) -> np.ndarray:
         """Return the captured positions below ``stop``, ascending.
@@ -167,7 +166,8 @@ class CaptureBuffer:
         for low, high in overlaps(self.spans, 0, stop):
             wanted[low:high] = True
         have = np.zeros(stop, dtype=bool)
-        have[: len(self._written)] = self._written[:stop]
+        written = np.frombuffer(bytes(self._written[:stop]), dtype=bool)
+        have[: len(written)] = written
         missing = np.flatnonzero(wanted & ~have)
         if len(missing):
             raise RuntimeError(
@@ -201,7 +201,7 @@ class CaptureBuffer:
 
     def _free(self) -> None:
         self._store.retire([segment.region for segment in self.segments])
-        self.segments = []
+        self.segments, self._rows = [], 0
 
     def close(self) -> None:
         """Give the memory back; later rows go nowhere."""

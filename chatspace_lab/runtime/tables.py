@@ -16,8 +16,8 @@ capture_row_of_token    [max_tokens] int32                      the token's row 
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,33 +46,47 @@ class SlotTable:
         self._mirror = torch.zeros(slots + 1, *shape, dtype=dtype, pin_memory=True) if on_gpu else self.values
         self.host = self._mirror.numpy()
         self._copied = torch.cuda.Event() if on_gpu else None
-        self._slot_of: OrderedDict[Hashable, int] = OrderedDict()
+        self._slot_of: dict[Hashable, int] = {}
+        self._name_of: list[Hashable] = [None] * (slots + 1)
+        self._used = np.zeros(slots + 1, dtype=np.int64)  # the step that used each slot last
+        self._step = 0
         self._free = list(range(slots, 0, -1))
 
-    def place(self, wanted: Mapping[Hashable, Callable[[np.ndarray], None]]) -> dict[Hashable, int]:
-        """Make every wanted row resident and return their slots.
+    def place(self, names: Sequence[Hashable], write: Callable[[list[int], list[Any]], None]) -> list[int]:
+        """Make every one of these rows resident and return their slots.
 
-        ``wanted`` maps a row's name to the function that writes it.
+        Parameters
+        ----------
+        names
+            Of the rows that this step needs, each once.
+        write
+            Fills ``host`` at the given slots with the rows of the given names.
         """
-        for name in wanted:
-            if name in self._slot_of:
-                self._slot_of.move_to_end(name)
-        new = [name for name in wanted if name not in self._slot_of]
-        if new and self._copied is not None:
-            self._copied.synchronize()  # the mirror must not change under a copy that still runs
-        for name in new:
-            slot = self._free.pop() if self._free else self._evict(wanted)
-            self._slot_of[name] = slot
-            wanted[name](self.host[slot])
+        self._step += 1
+        slots = [self._slot_of.get(name, 0) for name in names]
+        self._used[slots] = self._step
+        if 0 in slots:
             if self._copied is not None:
-                self.values[slot].copy_(self._mirror[slot], non_blocking=True)
-        if new and self._copied is not None:
-            self._copied.record()
-        return {name: self._slot_of[name] for name in wanted}
+                self._copied.synchronize()  # the mirror must not change under a copy that still runs
+            new = [at for at, slot in enumerate(slots) if not slot]
+            for at in new:
+                slots[at] = self._take(names[at])
+            fresh = [slots[at] for at in new]
+            write(fresh, [names[at] for at in new])
+            if self._copied is not None:
+                between = slice(min(fresh), max(fresh) + 1)  # one copy: the mirror holds what each slot should
+                self.values[between].copy_(self._mirror[between], non_blocking=True)
+                self._copied.record()
+        return slots
 
-    def _evict(self, wanted: Mapping[Hashable, object]) -> int:
-        oldest = next(name for name in self._slot_of if name not in wanted)
-        return self._slot_of.pop(oldest)
+    def _take(self, name: Hashable) -> int:
+        if self._free:
+            slot = self._free.pop()
+        else:
+            slot = 1 + int(np.argmin(self._used[1:]))  # a step never needs all slots and one more
+            del self._slot_of[self._name_of[slot]]
+        self._slot_of[name], self._name_of[slot], self._used[slot] = slot, name, self._step
+        return slot
 
 
 class Tables:
@@ -122,21 +136,21 @@ class Tables:
 
     def place_programs(self, programs: Iterable[bytes]) -> dict[bytes, int]:
         """Return the slots of a step's programs (arrays of :data:`chatspace_lab.wire.OP` as bytes); ``b""`` is 0."""
-        wanted: dict[Hashable, Callable[[np.ndarray], None]] = {
-            program: lambda row, program=program: _write_program(row, program)  # type: ignore[misc]
-            for program in programs
-            if program
-        }
-        return {b"": 0, **self.programs.place(wanted)}  # type: ignore[dict-item]
+        names = [program for program in programs if program]
+        slots = self.programs.place(names, self._write_programs)
+        return {b"": 0, **dict(zip(names, slots, strict=True))}
 
-
-def _write_program(row: np.ndarray, program: bytes) -> None:
-    """Fill ``row`` [layers, 1 + max_ops, 4] int32 from operations that are grouped by layer and in order."""
-    ops = np.frombuffer(program, dtype=wire.OP)
-    layers = row.shape[0]
-    starts = np.searchsorted(ops["layer"], np.arange(layers))
-    row[:, 0, 0] = np.bincount(ops["layer"], minlength=layers)
-    entry = 1 + np.arange(len(ops)) - starts[ops["layer"]]
-    row[ops["layer"], entry] = np.stack(
-        [ops["kind"], ops["row"], ops["a"].view(np.int32), ops["b"].view(np.int32)], axis=-1
-    )
+    def _write_programs(self, slots: list[int], programs: list[bytes]) -> None:
+        """Fill slots from operations that are grouped by layer and in order."""
+        ops = np.frombuffer(b"".join(programs), dtype=wire.OP)
+        owner = np.repeat(np.arange(len(slots)), [len(program) // wire.OP.itemsize for program in programs])
+        group = owner * self.layers + ops["layer"]
+        index = np.arange(len(ops))
+        first = np.where(np.diff(group, prepend=-1) != 0, index, 0)
+        entry = 1 + index - np.maximum.accumulate(first)
+        host = self.programs.host
+        counts = np.bincount(group, minlength=len(slots) * self.layers)
+        host[slots, :, 0, 0] = counts.reshape(len(slots), self.layers)
+        host[np.asarray(slots)[owner], ops["layer"], entry] = np.stack(
+            [ops["kind"], ops["row"], ops["a"].view(np.int32), ops["b"].view(np.int32)], axis=-1
+        )

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chatspace_lab.runtime.routing import BatchRow, Routed, plan
-from chatspace_lab.spans import overlaps
+from chatspace_lab.runtime.routing import BatchRow, Routed, plan, ranges
+from chatspace_lab.spans import FOREVER, lasting, overlaps
 
 
 class Target:
@@ -72,6 +72,13 @@ def test_against_one_token_at_a_time(seed: int) -> None:
     assert step.distinct[0] == b""
     assert len(set(step.distinct)) == len(step.distinct)
     assert step.capture_rows.tolist() == [index for index, _, _ in captured]
+    following = 0  # steps until something changes for one of the requests, looked at one at a time
+    ahead = [(row.first + row.count - 1, requests[row.request_id]) for row in batch if row.request_id in requests]
+    watched = [(at, list(request.steer_spans)) for at, request in ahead if request.program]
+    watched += [(at, request.capture.spans) for at, request in ahead if request.capture is not None]
+    while following < 100 and all(inside(at, spans) == inside(at + following + 1, spans) for at, spans in watched):
+        following += 1
+    assert min(step.lasting, 100) == following
     moved = [(move.target, move.first + offset) for move in step.moves for offset in range(move.count)]
     assert moved == [(target, position) for _, target, position in captured]
 
@@ -81,6 +88,16 @@ def test_overlaps() -> None:
     assert overlaps([0, 6, 7, -1], 5, 3) == [(5, 6), (7, 8)]
     assert overlaps([0, 5, 8, 9], 5, 3) == []
     assert overlaps([], 5, 3) == []
+
+
+def test_lasting() -> None:
+    assert [lasting([3, 6, 8, -1], position) for position in (0, 2, 3, 5, 6, 7)] == [2, 0, 2, 0, 1, 0]
+    assert lasting([3, 6, 8, -1], 8) == lasting([], 0) == FOREVER
+
+
+def test_ranges() -> None:
+    assert ranges([5, 9, 2], [2, 0, 3]).tolist() == [5, 6, 2, 3, 4]
+    assert ranges([], []).tolist() == []
 
 
 def test_an_empty_step() -> None:

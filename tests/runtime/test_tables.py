@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -77,18 +76,30 @@ def test_a_program_that_stays_is_not_written_again() -> None:
     table = SlotTable(2, (1,), torch.int32, CPU)
     written: list[str] = []
 
-    def writer(name: str, value: int) -> Callable[[np.ndarray], None]:
-        def write(row: np.ndarray) -> None:
-            written.append(name)
-            row[:] = value
-
-        return write
+    def write(slots: list[int], names: list[str]) -> None:
+        written.extend(names)
+        table.host[slots, 0] = [ord(name) for name in names]
 
     for step in (["a"], ["a", "b"], ["b"], ["b", "c"], ["a"]):
-        slots = table.place({name: writer(name, ord(name)) for name in step})
-        assert [int(table.values[slots[name], 0]) for name in step] == [ord(name) for name in step]
+        slots = table.place(step, write)
+        assert table.values[slots, 0].tolist() == [ord(name) for name in step]
     assert written == ["a", "b", "c", "a"]  # the one used longest ago made room for c
     assert int(table.values[0, 0]) == 0
+
+
+def test_many_programs_written_together() -> None:
+    """Of several lengths, with layers in any order, as each would be written alone."""
+    chance = random.Random(5)
+    tables = make(max_requests=20)
+    wanted = []
+    for _ in range(20):
+        layers = chance.sample(range(4), chance.randrange(1, 5))
+        ops = [(layer, chance.randrange(1, 4), chance.randrange(5)) for layer in layers for _ in range(3)]
+        wanted.append([(*op, chance.randrange(64) / 8, -chance.randrange(64) / 8) for op in ops[chance.randrange(3) :]])
+    slots = tables.place_programs([program(*ops) for ops in wanted])
+    assert len(slots) == 21
+    for ops in wanted:
+        assert read(tables, slots[program(*ops)]) == sorted(ops, key=lambda op: op[0])
 
 
 def test_vectors() -> None:
