@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from chatspace_lab.errors import RequestError
@@ -12,25 +12,30 @@ from chatspace_lab.steering.specs import SteeringSpec
 from chatspace_lab.steering.where import Where
 
 SIDES = ("baseline", "steered")
+PLOTS = ("norm", "cosine", "projection", "heatmap")
 MAX_LAYERS = 40
 """Layers that a panel reads; of a deeper model every second, third, …, and those that are steered."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What the user said, and the answer of each side; None while there is none."""
+    """What the user said, and the answer of each side; None while there is none.
+
+    ``made`` says by side, in words, with which values an answer was made; a side is left out if that is not known.
+    """
 
     user: str
     baseline: str | None = None
     steered: str | None = None
+    made: Mapping[str, str] = field(default_factory=dict)
 
     def plain(self) -> dict[str, Any]:
         """Return it as JSON holds it."""
-        return {"user": self.user, "baseline": self.baseline, "steered": self.steered}
+        return {"user": self.user, "baseline": self.baseline, "steered": self.steered, "made": dict(self.made)}
 
     def open(self) -> Turn:
         """Return it without its answers."""
-        return replace(self, baseline=None, steered=None)
+        return Turn(self.user)
 
 
 @dataclass(frozen=True)
@@ -95,15 +100,51 @@ class Asked:
 
     def messages(self, side: str) -> list[dict[str, str]]:
         """Return the conversation of a side, up to the answer that is asked for."""
-        messages = [] if self.system is None else [{"role": "system", "content": self.system}]
-        for turn in self.turns[:-1]:
-            messages.append({"role": "user", "content": turn.user})
-            messages.append({"role": "assistant", "content": getattr(turn, side) or ""})
-        return [*messages, {"role": "user", "content": self.turns[-1].user}]
+        return conversation(self.system, self.turns, side)
 
     def baseline_key(self) -> Any:
         """Return what the baseline depends on: it stays while this does."""
         return (self.messages("baseline"), self.sampling, self.layers)
+
+
+def conversation(system: str | None, turns: Sequence[Turn], side: str) -> list[dict[str, str]]:
+    """Return the messages of a side, up to the answer of the last turn."""
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    for turn in turns[:-1]:
+        messages.append({"role": "user", "content": turn.user})
+        messages.append({"role": "assistant", "content": getattr(turn, side) or ""})
+    return [*messages, {"role": "user", "content": turns[-1].user}]
+
+
+def turns_from(plain: Sequence[Mapping[str, Any]]) -> tuple[Turn, ...]:
+    """Return turns that were written as :meth:`Turn.plain` does; all but ``user`` may be left out.
+
+    Raises
+    ------
+    RequestError
+    """
+    for each in plain:
+        if "user" not in each or set(each) - set(Turn.__dataclass_fields__):
+            raise RequestError(f"a turn is a dict with user, and any of {', '.join(Turn.__dataclass_fields__)}")
+    return tuple(Turn(**each) for each in plain)
+
+
+def check_view(view: Mapping[str, Any], layer_count: int) -> None:
+    """Check what is looked at, whole or in part.
+
+    Raises
+    ------
+    RequestError
+        Naming what cannot be looked at.
+    """
+    unknown = set(view) - {"layers", "direction", "plot", "pinned"}
+    if unknown:
+        raise RequestError(f"a panel's view has no {', '.join(sorted(unknown))}")
+    if view.get("plot", "norm") not in PLOTS:
+        raise RequestError(f"plot is one of {', '.join(PLOTS)}")
+    layers = view.get("layers", [0])
+    if not layers or not all(isinstance(at, int) and 0 <= at < layer_count for at in layers):
+        raise RequestError(f"view: layers are numbers from 0 to {layer_count - 1}, at least one")
 
 
 def layers_to_read(layer_count: int, needed: Sequence[int]) -> tuple[int, ...]:

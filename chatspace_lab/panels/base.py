@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import anywidget
 import traitlets
 
 from chatspace_lab.errors import EngineDeadError, LabError, RequestError
+from chatspace_lab.panels.displays import Displays, publish_widget
+from chatspace_lab.panels.stills import UNDER_WAY
 
 if TYPE_CHECKING:
     from chatspace_lab.session.lab import LabSession
@@ -40,6 +42,8 @@ def static(name: str) -> Path:
 class Panel(anywidget.AnyWidget):
     """A widget that belongs to a lab.
 
+    Displayed, it leaves an output beside its widget that shows the same without a kernel; see :mod:`displays`.
+
     Messages of the page are taken to the engine's loop, and its traits are set there alone: a callback never blocks the
     kernel, and nothing needs a lock. Whatever goes wrong is shown in the panel.
 
@@ -51,6 +55,9 @@ class Panel(anywidget.AnyWidget):
 
     error = traitlets.Unicode("").tag(sync=True)
     facts = traitlets.Dict().tag(sync=True)
+    run = traitlets.Dict().tag(sync=True)
+    _kept: ClassVar[tuple[str, ...]] = ()
+    """Traits that the output without a kernel is drawn from."""
 
     def __init__(self, lab: LabSession, **traits: Any) -> None:
         unknown = set(traits) - set(self.trait_names())
@@ -66,8 +73,27 @@ class Panel(anywidget.AnyWidget):
             "hidden": lab.hidden_size,
         }
         super().__init__(facts=described, **traits)
-        self._handlers: dict[str, Callable[[dict[str, Any]], None]] = {}
+        self._handlers: dict[str, Callable[[dict[str, Any]], Any]] = {}
+        mark = f"cl-of-{self.model_id}"
+        self._displays = Displays(mark, lambda: self._still(mark), self.send, self._thread.loop)
         self.on_msg(self._received)
+        self.observe(self._touched, list(self._kept))
+
+    def _still(self, mark: str) -> str:
+        """Return what the panel shows, as HTML with this class."""
+        raise NotImplementedError
+
+    def _shown(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("facts", *self._kept)}
+
+    def _ipython_display_(self) -> None:
+        publish_widget(self._repr_mimebundle_())
+        self._displays.show()
+
+    def _touched(self, _: Any) -> None:
+        """Let the outputs follow, but not while a run goes: they show what it comes to."""
+        if self.run["status"] not in UNDER_WAY:
+            self._soon(self._displays.changed)
 
     def _received(self, _: Any, content: Any, __: Any) -> None:
         self._soon(self._handle, content)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-MAX_BYTES = 120_000
+MAX_BYTES = 100_000
 """Of one array. A panel holds four, and with them stays far below 1 MiB also where bytes are written as text."""
 
 
@@ -29,6 +29,11 @@ def unpack(packed: dict[str, Any]) -> np.ndarray:
     """Return what :func:`pack` was given, to 11 bits, as float64."""
     flat = np.frombuffer(packed["data"], dtype="<f2").astype("float64") * packed["factor"]
     return flat.reshape(packed["shape"])
+
+
+def short(value: float | None) -> str:
+    """Return a number in as few characters as say it."""
+    return "–" if value is None or not np.isfinite(value) else f"{value:.3g}"
 
 
 def tokens_that_fit(layers: int, tokens: int) -> int:

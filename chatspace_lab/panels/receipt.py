@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from chatspace_lab.panels.answers import Answer
+from chatspace_lab.panels.asked import Asked
+from chatspace_lab.panels.buffers import short
 from chatspace_lab.panels.code import code_of
 from chatspace_lab.panels.doses import dose_per_scale, first_difference
-from chatspace_lab.panels.rows import where_name
+from chatspace_lab.panels.rows import Row, Vectors, where_name
 from chatspace_lab.session.history import ranges
 
 if TYPE_CHECKING:
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 def receipt(
     answers: Mapping[str, Answer], seconds: float, lab: LabSession, norms: Mapping[int, float], name: str
 ) -> dict[str, Any]:
-    """Return the facts of a finished or stopped run as plain data.
+    """Return the facts of a finished or stopped run, in words, and a cell that does it again.
 
     Parameters
     ----------
@@ -35,33 +37,40 @@ def receipt(
     """
     steered = answers["steered"]
     asked = steered.asked
-    steps = []
-    for row in asked.rows:
-        if row.acts:
-            unit = dose_per_scale(row, lab.vectors, norms)
-            steps.append(
-                {
-                    "operation": row.operation,
-                    "vector": row.vector,
-                    "layers": ranges(list(row.layers)),
-                    "scale": row.scale,
-                    "min": row.min,
-                    "max": row.max,
-                    "dose": None if unit is None else row.scale * unit,
-                }
-            )
+    steps = steps_of(asked, lab.vectors, norms)
     baseline = answers.get("baseline")
     parts = None if baseline is None else first_difference(baseline.token_ids, steered.token_ids)
-    return {
-        "number": asked.number,
-        "steps": steps,
-        "where": where_name(asked.where),
-        "touched": steered.touched if steps else 0,
-        "seed": asked.sampling.seed,
-        "temperature": asked.sampling.temperature,
-        "cached": steered.stream.cached_tokens,
-        "tokens": len(steered.token_ids),
-        "seconds": seconds,
-        "parts": parts,
-        "code": code_of(asked, lab.vectors, name),
-    }
+    said = [
+        steps,
+        *([f"{steered.touched} rows each ({where_name(asked.where)})"] if any(row.acts for row in asked.rows) else []),
+        drawn(asked),
+        f"{steered.stream.cached_tokens} cached",
+        f"{len(steered.token_ids)} tokens in {seconds:.1f} s",
+        *([] if parts is None else [f"parts at token {parts}"]),
+    ]
+    return {"number": asked.number, "text": " · ".join(said), "code": code_of(asked, lab.vectors, name)}
+
+
+def made(asked: Asked, side: str, vectors: Vectors, norms: Mapping[int, float]) -> str:
+    """Return in words with which values an answer of a side was made."""
+    return f"{steps_of(asked, vectors, norms) if side == 'steered' else 'not steered'} · {drawn(asked)}"
+
+
+def steps_of(asked: Asked, vectors: Vectors, norms: Mapping[int, float]) -> str:
+    """Return the operations in words, with layers and doses."""
+    steps = [_step(row, dose_per_scale(row, vectors, norms)) for row in asked.rows if row.acts]
+    return " + ".join(steps) or "not steered"
+
+
+def drawn(asked: Asked) -> str:
+    """Return in words how answers were drawn."""
+    return f"seed {asked.sampling.seed} · T {asked.sampling.temperature:g}"
+
+
+def _step(row: Row, unit: float | None) -> str:
+    if row.operation == "cap":
+        low = "−∞" if row.min is None else short(row.min)
+        what = f"cap {row.vector} [{low}, {'∞' if row.max is None else short(row.max)}]"
+    else:
+        what = f"{row.operation} {short(row.scale)}·{row.vector}"
+    return f"{what} @ {ranges(list(row.layers))}{'' if unit is None else f' · dose {short(row.scale * unit)}'}"

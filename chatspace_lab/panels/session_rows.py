@@ -62,6 +62,16 @@ class SessionRows:
         """Return the steering that the rows stand for."""
         return spec_of(self.rows, self._lab.vectors, self.where)
 
+    def offered(self) -> list[dict[str, Any]]:
+        """Return the vectors that a row may have: the session's, and the notebook's variables that are vectors."""
+        own = [{"name": name, "layers": layers_with(v), "from": "session"} for name, v in self._lab.vectors.items()]
+        others = [
+            {"name": name, "layers": layers_with(vector), "from": "variable"}
+            for name, vector in variables(self._lab.hidden_size).items()
+            if name not in self._lab.vectors
+        ]
+        return [*own, *others]
+
     # -- by hand -----------------------------------------------------------------------------------------------------
 
     def add(self, name: str, operation: str, vector: Any = None, fields: Mapping[str, Any] | None = None) -> Row:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import traitlets
 
 from chatspace_lab.errors import RequestError
+from chatspace_lab.panels import keeping, stills
 from chatspace_lab.panels.answers import Answer
-from chatspace_lab.panels.asked import SIDES, Asked, Sampling, Turn, layers_to_read
+from chatspace_lab.panels.asked import Asked, Sampling, check_view, layers_to_read, turns_from
 from chatspace_lab.panels.base import Panel, sentence, static
 from chatspace_lab.panels.doses import shown_row
 from chatspace_lab.panels.pieces import Pieces
@@ -18,13 +20,13 @@ from chatspace_lab.panels.receipt import receipt
 from chatspace_lab.panels.rows import rows_from, where_name
 from chatspace_lab.panels.runner import REST_S, Runner
 from chatspace_lab.panels.session_rows import SessionRows
-from chatspace_lab.panels.vectors import contrast, layers_with, lines, name_in_notebook, snapshot, variables
+from chatspace_lab.panels.talk import Talk
+from chatspace_lab.panels.vectors import contrast, lines, name_in_notebook, snapshot, variables
 
 if TYPE_CHECKING:
     from chatspace_lab.session.lab import LabSession
 
 DEFAULT_PROMPT = "Tell me about rivers."
-PLOTS = ("norm", "cosine", "projection", "heatmap")
 
 
 class SteeringPanel(Panel):
@@ -52,18 +54,19 @@ class SteeringPanel(Panel):
 
     _esm = static("steering_panel.js")
     _css = static("panels.css")
+    _kept = ("error", "turns", "run", "baseline", "steered", "view")
 
     rows = traitlets.List().tag(sync=True)
     vectors = traitlets.List().tag(sync=True)
     turns = traitlets.List().tag(sync=True)
     sampling = traitlets.Dict().tag(sync=True)
     where = traitlets.Unicode("all").tag(sync=True)
-    run = traitlets.Dict().tag(sync=True)
     baseline = traitlets.Dict().tag(sync=True)
     steered = traitlets.Dict().tag(sync=True)
     view = traitlets.Dict().tag(sync=True)
     draft = traitlets.Unicode("").tag(sync=True)
     busy = traitlets.Unicode("").tag(sync=True)
+    saved = traitlets.Unicode("").tag(sync=True)
 
     def __init__(
         self,
@@ -76,9 +79,8 @@ class SteeringPanel(Panel):
         max_tokens: int = 64,
         **traits: Any,
     ) -> None:
-        self._sampling = Sampling().edited({"seed": seed, "temperature": temperature, "max_tokens": max_tokens})
-        self._system = system
-        self._turns: list[Turn] = []
+        sampling = Sampling().edited({"seed": seed, "temperature": temperature, "max_tokens": max_tokens})
+        self._talk = Talk(sampling, system)
         self._norms: dict[int, float] = dict(lab.norms)
         self._measured: Answer | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -87,7 +89,7 @@ class SteeringPanel(Panel):
         super().__init__(
             lab,
             draft=DEFAULT_PROMPT if prompt is None else prompt,
-            sampling=self._sampling.plain(),
+            sampling=sampling.plain(),
             run={"number": 0, "status": "idle"},
             view=view,
             **traits,
@@ -107,7 +109,8 @@ class SteeringPanel(Panel):
             "sampling": lambda m: self._resample(m["patch"]),
             "where": lambda m: self._book.replace(where=m["where"]),
             "variables": lambda m: self._offer(),
-            "contrast": lambda m: self._build(m["name"], m["positive"], m["negative"]),
+            "contrast": lambda m: self._spawn(self._contrast(m["name"], m["positive"], m["negative"])),
+            "save": lambda m: self._spawn(self._save()),
         }
         self.observe(lambda change: self._soon(self._guarded, self._look, change["new"]), "view")
         self._now(self._begin)
@@ -118,6 +121,9 @@ class SteeringPanel(Panel):
         self._book.follow(self._lab.export_steering_spec())
         if not self._norms:
             self._spawn(self._measure())
+
+    def _still(self, mark: str) -> str:
+        return stills.steering(mark, self._shown())
 
     # -- from Python -------------------------------------------------------------------------------------------------
 
@@ -163,6 +169,7 @@ class SteeringPanel(Panel):
             await self._book.settled()
 
         self._thread.call(settled(), timeout_s)
+        self._now(self._displays.update)
         if self.error:
             raise RequestError(f"the panel shows an error: {self.error}")
 
@@ -172,9 +179,9 @@ class SteeringPanel(Panel):
         return {
             "rows": [row.plain() for row in self._book.rows],
             "where": where_name(self._book.where),
-            "turns": [turn.plain() for turn in self._turns],
-            "sampling": self._sampling.plain(),
-            "system": self._system,
+            "turns": self._talk.plain(),
+            "sampling": self._talk.sampling.plain(),
+            "system": self._talk.system,
             "view": dict(self.view),
         }
 
@@ -183,23 +190,60 @@ class SteeringPanel(Panel):
         unknown = set(new) - set(self.state)
         if unknown:
             raise RequestError(f"a panel's state has no {', '.join(sorted(unknown))}, only {', '.join(self.state)}")
-        sampling = self._sampling.edited(dict(new.get("sampling", {})))
-        turns = None if "turns" not in new else [Turn(**turn) for turn in new["turns"]]
-        self._check_view(new.get("view", {}))
+        sampling = self._talk.sampling.edited(dict(new.get("sampling", {})))
+        turns = None if "turns" not in new else turns_from(new["turns"])
+        check_view(new.get("view", {}), self._lab.layer_count)
 
         def put() -> None:
             rows = self._book.rows if "rows" not in new else rows_from(new["rows"])
             self._book.check(rows, new.get("where", self._book.where))
-            self._sampling, self._system = sampling, new.get("system", self._system)
+            self._talk.sampling, self._talk.system = sampling, new.get("system", self._talk.system)
             if turns is not None:
-                self._turns = turns
+                self._talk.turns = turns
             if "view" in new:
                 self.view = {**self.view, **new["view"]}
             self._book.replace(rows, new.get("where"))
-            if not self._turns:
+            if not self._talk.turns:
                 self._clear()
 
         self._now(put)
+
+    def save(self, folder: str | Path | None = None) -> Path:
+        """Write the session as ``lab.save`` does, and the panel's state with its vectors beside it.
+
+        Parameters
+        ----------
+        folder
+            None is a new one in the working directory, named after the time.
+
+        Returns
+        -------
+        pathlib.Path
+            The folder.
+
+        Raises
+        ------
+        SessionError
+            If the folder cannot be written.
+        """
+        return self._thread.call(self._save(folder))
+
+    def load(self, folder: str | Path) -> None:
+        """Bring back a saved panel: its vectors are in ``lab.vectors``, and its last message is answered anew.
+
+        The session's history is brought back by ``lab.load``.
+
+        Raises
+        ------
+        SessionError
+            If there is none, or it is damaged.
+        RequestError, SteeringError
+            If it was saved with a model of another shape.
+        """
+        state, vectors = keeping.read(Path(folder).expanduser())
+        checked = {name: snapshot(vector, self._lab.hidden_size, name) for name, vector in vectors.items()}
+        self._lab.vectors.update(checked)
+        self.state = state
 
     def close(self) -> None:
         """Take the panel off the page, and let go of its captures."""
@@ -225,27 +269,18 @@ class SteeringPanel(Panel):
         self._changed(rest_s=0.0 if by_hand else REST_S)
 
     def _changed(self, rest_s: float = REST_S) -> None:
-        if self._turns:
+        if self._talk.turns:
             self._runner.change(rest_s=rest_s)
 
     def _draw(self) -> None:
         baseline = self._runner.answers.get("baseline")
         self.rows = [shown_row(row, self._lab.vectors, self._norms, baseline) for row in self._book.rows]
         self.where = where_name(self._book.where)
-        self.sampling = self._sampling.plain()
-        self.turns = [turn.plain() for turn in self._turns]
+        self.sampling = self._talk.sampling.plain()
+        self.turns = self._talk.plain()
 
     def _offer(self) -> None:
-        own = [{"name": name, "layers": layers_with(v), "from": "session"} for name, v in self._lab.vectors.items()]
-        others = [
-            {"name": name, "layers": layers_with(vector), "from": "variable"}
-            for name, vector in variables(self._lab.hidden_size).items()
-            if name not in self._lab.vectors
-        ]
-        self.vectors = [*own, *others]
-
-    def _build(self, name: str, positive: str, negative: str) -> None:
-        self._spawn(self._contrast(name, positive, negative))
+        self.vectors = self._book.offered()
 
     async def _contrast(self, name: str, positive: str, negative: str) -> None:
         self.busy = f"building {name}"
@@ -257,54 +292,47 @@ class SteeringPanel(Panel):
         finally:
             self.busy = ""
 
+    async def _save(self, folder: str | Path | None = None) -> Path:
+        path = await self._lab.aio.save(keeping.new_folder() if folder is None else folder)
+        keeping.write(path, self.state, self._lab.vectors)
+        self.saved = str(path)
+        return path
+
     # -- the conversation --------------------------------------------------------------------------------------------
 
     def _say(self, text: str) -> None:
-        if not text.strip():
-            raise RequestError("the message is empty")
-        self._keep_answers()
-        self._turns.append(Turn(text))
+        self._talk.say(text, self._runner.answers, self._lab.vectors, self._norms)
         self.draft = ""
         self._draw()
         self._changed(rest_s=0.0)
 
-    def _keep_answers(self) -> None:
-        """Write what was answered into the conversation, before it goes on."""
-        if self._turns:
-            found = {side: self._runner.answers[side].text for side in SIDES if side in self._runner.answers}
-            self._turns[-1] = Turn(self._turns[-1].user, found.get("baseline", ""), found.get("steered", ""))
-
     def _edit_turn(self, index: int, text: str) -> None:
-        if not 0 <= index < len(self._turns):
-            raise RequestError(f"there is no turn {index}")
-        if not text.strip():
-            raise RequestError("the message is empty")
-        self._turns = [*self._turns[:index], Turn(text)]
+        self._talk.edit(index, text)
         self._draw()
         self._changed(rest_s=0.0)
 
     def _again(self) -> None:
-        if not self._turns:
+        if not self._talk.turns:
             raise RequestError("nothing was asked yet")
         self._runner.forget_baseline()
-        self._resample({"seed": self._sampling.seed + 1})
+        self._resample({"seed": self._talk.sampling.seed + 1})
 
     def _clear(self) -> None:
         self._runner.stop()
         self._runner.clear()
-        self._turns = []
+        self._talk.turns = ()
         self.baseline, self.steered = {}, {}
         self.run = {"number": self._runner.number, "status": "idle"}
         self._draw()
 
     def _resample(self, patch: dict[str, Any]) -> None:
-        self._sampling = self._sampling.edited(patch)
+        self._talk.sampling = self._talk.sampling.edited(patch)
         self._draw()
         self._changed(rest_s=0.0)
 
     async def _measure(self) -> None:
-        if not self._turns and self.draft.strip():
-            system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        if not self._talk.turns and self.draft.strip():
+            system = [] if self._talk.system is None else [{"role": "system", "content": self._talk.system}]
             await self._lab.aio.measure([*system, {"role": "user", "content": self.draft}])
             self._norms = dict(self._lab.aio.norms)
             self._draw()
@@ -316,8 +344,8 @@ class SteeringPanel(Panel):
         steered = {layer for row in book.rows for layer in row.layers}
         looked_at = {int(layer) for layer in self.view.get("layers", ())}
         layers = layers_to_read(lab.layer_count, sorted(steered | looked_at))
-        turns = (*self._turns[:-1], self._turns[-1].open())
-        return Asked(number, book.rows, book.spec(), book.where, turns, self._system, self._sampling, layers)
+        talk = self._talk
+        return Asked(number, book.rows, book.spec(), book.where, talk.open(), talk.system, talk.sampling, layers)
 
     def _tell(self, status: str, **facts: Any) -> None:
         run = {**self.run, "number": self._runner.number, "status": status}
@@ -344,19 +372,9 @@ class SteeringPanel(Panel):
             self._lab.aio.norms, self._lab.aio.measured_on = dict(norms), answer.asked.turns[-1].user
             self._draw()
 
-    def _check_view(self, view: Mapping[str, Any]) -> None:
-        unknown = set(view) - {"layers", "direction", "plot", "pinned"}
-        if unknown:
-            raise RequestError(f"a panel's view has no {', '.join(sorted(unknown))}")
-        if view.get("plot", "norm") not in PLOTS:
-            raise RequestError(f"plot is one of {', '.join(PLOTS)}")
-        layers = view.get("layers", [0])
-        if not layers or not all(isinstance(at, int) and 0 <= at < self._lab.layer_count for at in layers):
-            raise RequestError(f"view: layers are numbers from 0 to {self._lab.layer_count - 1}, at least one")
-
     def _look(self, view: Mapping[str, Any]) -> None:
         """Follow what the page looks at: another direction is read from the captures, without a forward pass."""
-        self._check_view(view)
+        check_view(view, self._lab.layer_count)
         before, self._looked_at = self._looked_at, dict(view)
         name = view.get("direction")
         if name == before.get("direction") or name is None:

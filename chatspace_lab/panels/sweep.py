@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import traitlets
 
 from chatspace_lab.errors import RequestError
+from chatspace_lab.panels import stills
 from chatspace_lab.panels.base import Panel, sentence, static
 from chatspace_lab.panels.vectors import layers_with, snapshot, variables
-from chatspace_lab.session.job import CURRENT, Job
-from chatspace_lab.session.sweep import Grid, lay_out
+from chatspace_lab.session.sweep import Cell, Grid, lay_out
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 POLL_S = 0.15
 """The grid is drawn at most this often."""
+VALUES = {"add": (-1.0, -0.5, -0.25, 0.25, 0.5, 1.0), "ablate": (0.0, 0.5)}
+"""What is swept at first: doses that are added, or how much of the component is kept."""
 REPETITIVE = 0.5
 """An answer is called incoherent from this share of repeated 3-grams on, …"""
 PERPLEXING = 4.0
@@ -45,7 +47,8 @@ class SweepPanel(Panel):
     layers
         All, with None.
     doses
-        Of the added vector; dose 1 is the residual's mean norm at that layer on this prompt.
+        Of the added vector; dose 1 is the residual's mean norm at that layer on this prompt. If ``panel.state`` says
+        ``"ablate"`` for ``"operation"``, in place of doses the factors on the component.
     read_layer
         Where the effect is read; None is the last but one.
 
@@ -57,11 +60,11 @@ class SweepPanel(Panel):
 
     _esm = static("sweep_panel.js")
     _css = static("panels.css")
+    _kept = ("error", "plan", "cells", "run", "chosen")
 
     plan = traitlets.Dict().tag(sync=True)
     vectors = traitlets.List().tag(sync=True)
     cells = traitlets.List().tag(sync=True)
-    run = traitlets.Dict().tag(sync=True)
     chosen = traitlets.Dict(allow_none=True, default_value=None).tag(sync=True)
 
     def __init__(
@@ -71,7 +74,7 @@ class SweepPanel(Panel):
         *,
         vector: str | None = None,
         layers: Sequence[int] | None = None,
-        doses: Sequence[float] = (-1.0, -0.5, -0.25, 0.25, 0.5, 1.0),
+        doses: Sequence[float] = VALUES["add"],
         read_layer: int | None = None,
         max_tokens: int = 32,
         seed: int = 7,
@@ -79,6 +82,7 @@ class SweepPanel(Panel):
         **traits: Any,
     ) -> None:
         plan = {
+            "operation": "add",
             "vector": vector,
             "layers": list(range(lab.layer_count) if layers is None else layers),
             "doses": [float(dose) for dose in doses],
@@ -102,6 +106,9 @@ class SweepPanel(Panel):
         }
         self._now(self._offer)
 
+    def _still(self, mark: str) -> str:
+        return stills.sweep(mark, self._shown())
+
     # -- from Python -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
@@ -119,6 +126,7 @@ class SweepPanel(Panel):
             await self._quiet.wait()
 
         self._thread.call(settled(), timeout_s)
+        self._now(self._displays.update)
         if self.error:
             raise RequestError(f"the panel shows an error: {self.error}")
 
@@ -137,7 +145,11 @@ class SweepPanel(Panel):
         unknown = set(patch) - set(self.plan)
         if unknown:
             raise RequestError(f"a sweep has no {', '.join(sorted(unknown))}, only {', '.join(self.plan)}")
-        self.plan = {**self.plan, **patch}
+        operation = patch.get("operation", self.plan["operation"])
+        if operation not in VALUES:
+            raise RequestError(f"a sweep's operation is one of {', '.join(VALUES)}")
+        fresh = {} if operation == self.plan["operation"] else {"doses": list(VALUES[operation])}
+        self.plan = {**self.plan, **fresh, **patch}
 
     def _offer(self) -> None:
         found = {**variables(self._lab.hidden_size), **self._lab.vectors}
@@ -157,7 +169,7 @@ class SweepPanel(Panel):
 
     def _tell(self, number: int, status: str, **facts: Any) -> None:
         if number == self._number:
-            self.run = {"number": number, "status": status, **facts}
+            self.run = {"number": number, "status": status, "plan": self.run.get("plan", self.plan), **facts}
             if status != "running":
                 self._quiet.set()
 
@@ -166,7 +178,7 @@ class SweepPanel(Panel):
             await asyncio.wait([before])
         plan = dict(self.plan)
         self.cells, self.chosen, self.frame = [], None, None
-        self._tell(number, "running", total=len(plan["layers"]) * len(plan["doses"]), done=0)
+        self._tell(number, "running", total=len(plan["layers"]) * len(plan["doses"]), done=0, plan=plan)
         try:
             await self._fill(number, plan)
         except asyncio.CancelledError:
@@ -197,87 +209,64 @@ class SweepPanel(Panel):
             raise RequestError(f"{name!r} has no vector for layers {missing}, only for {known}")
         facts = {"total": len(layers) * len(plan["doses"]), "reference": reference}
         self._tell(number, "running", done=0, **facts)
-        # A dose is another scale at each layer, so each layer is a sweep of its own; they share the engine's batch.
-        jobs = {layer: Job(f"layer {layer}") for layer in layers}
-        tasks = [
-            asyncio.ensure_future(self._layer(jobs[layer], layer, vector, plan, messages, sampling)) for layer in layers
-        ]
+        grid = self._grid(messages, sampling, plan, self._cells(layers, vector, plan))
+        run = asyncio.ensure_future(grid.run())
         try:
-            pending = set(tasks)
-            while pending:
-                _, pending = await asyncio.wait(pending, timeout=POLL_S)
-                self._draw(jobs, plan, reference)
+            while not run.done():
+                await asyncio.wait([run], timeout=POLL_S)
+                self._draw(grid, plan, reference)
                 self._tell(number, "running", done=len(self.cells), **facts)
-            for task in tasks:
-                task.result()
+            run.result()
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-            self._draw(jobs, plan, reference)
+            run.cancel()
+            await asyncio.wait([run])
+            self._draw(grid, plan, reference)
 
-    async def _layer(
-        self, job: Job, layer: int, vector: Any, plan: dict[str, Any], messages: Any, sampling: dict[str, Any]
-    ) -> None:
+    def _cells(self, layers: Sequence[int], vector: Any, plan: dict[str, Any]) -> list[Cell]:
+        model, values = self._lab.model, plan["doses"]
+        if plan["operation"] != "add":
+            return lay_out(model, layers, vector, values, plan["operation"])
+        cells = lay_out(model, layers, vector, None, "add", values)
+        return [cell.scaled(self._lab.aio.norms[cell.layer]) for cell in cells]
+
+    def _grid(self, messages: Any, sampling: dict[str, Any], plan: dict[str, Any], cells: Sequence[Cell]) -> Grid:
         lab = self._lab
-        CURRENT.set(job)  # of this task alone
-        unit = lay_out(lab.model, layer, vector, [1.0], "add")[0].vector.norm().item() / lab.aio.norms[layer]
-        if unit == 0:
-            raise RequestError("the vector is zero: no scale of it is a dose")
-        cells = lay_out(lab.model, layer, vector, [dose / unit for dose in plan["doses"]], "add")
         [prompt] = lab.model.prepare(messages, chat=True, **sampling)
-        grid = Grid(
+        return Grid(
             lab.model,
             prompt,
             cells,
-            operation="add",
+            operation=plan["operation"],
             read_layer=plan["read_layer"],
             norms=lab.aio.norms,
             perplexity=True,
             sampling=sampling,
         )
-        job.partial = grid.frame
-        await grid.run()
 
     async def _reference(
         self, messages: Any, vector: Any, plan: dict[str, Any], sampling: dict[str, Any]
     ) -> dict[str, Any]:
         """Return the unsteered answer, its projection on the vector, and its perplexity."""
-        lab = self._lab
-        layer = plan["layers"][0]
-        [prompt] = lab.model.prepare(messages, chat=True, **sampling)
-        grid = Grid(
-            lab.model,
-            prompt,
-            lay_out(lab.model, layer, vector, [0.0], "add"),
-            operation="add",
-            read_layer=plan["read_layer"],
-            norms=lab.aio.norms,
-            perplexity=True,
-            sampling=sampling,
-        )
-        [row] = (await grid.run()).to_dict("records")
+        nothing = 0.0 if plan["operation"] == "add" else 1.0
+        cells = lay_out(self._lab.model, plan["layers"][:1], vector, [nothing], plan["operation"])
+        [row] = (await self._grid(messages, sampling, plan, cells).run()).to_dict("records")
         return {key: plain(row[key]) for key in ("text", "projection", "perplexity", "repetition")}
 
-    def _draw(self, jobs: dict[int, Job], plan: dict[str, Any], reference: dict[str, Any]) -> None:
-        import pandas as pd
-
-        frames = [job.partial() for job in jobs.values() if job.partial is not None]
-        frames = [frame for frame in frames if len(frame)]
-        if not frames:
-            return
-        self.frame = pd.concat(frames, ignore_index=True)
-        rows = self.frame.to_dict("records")
-        self.cells = [cell_of(row, plan["doses"], reference) for row in rows]
+    def _draw(self, grid: Grid, plan: dict[str, Any], reference: dict[str, Any]) -> None:
+        frame = grid.frame()
+        if len(frame):
+            self.frame = frame
+            value = "dose" if plan["operation"] == "add" else "scale"
+            self.cells = [cell_of(row, row[value], plan["doses"], reference) for row in frame.to_dict("records")]
 
 
-def cell_of(row: dict[str, Any], doses: Sequence[float], reference: dict[str, Any]) -> dict[str, Any]:
-    """Return a run as the page shows it.
+def cell_of(row: dict[str, Any], value: float, doses: Sequence[float], reference: dict[str, Any]) -> dict[str, Any]:
+    """Return a run as the page shows it, at the one of ``doses`` that ``value`` is up to rounding.
 
     ``effect`` is the projection beside that of the unsteered answer; ``broken`` whether the answer has fallen apart, by
     repetition or by its perplexity under the unsteered model.
     """
-    dose = min(doses, key=lambda each: abs(each - row["dose"]))
+    dose = min(doses, key=lambda each: abs(each - value))
     repetition, perplexity, usual = row["repetition"], row["perplexity"], reference["perplexity"]
     repetitive = not math.isnan(repetition) and repetition >= REPETITIVE
     perplexing = usual is not None and not math.isnan(perplexity) and perplexity >= PERPLEXING * max(usual, 1.0)

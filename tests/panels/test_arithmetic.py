@@ -101,9 +101,9 @@ def test_a_sweeps_cell_says_what_changed_and_whether_it_holds_together() -> None
         "tokens": 4,
     }
     usual = {"projection": 2.0, "perplexity": 3.0}
-    cell = cell_of(row, [0.25, 0.5], usual)
+    cell = cell_of(row, row["dose"], [0.25, 0.5], usual)
     assert (cell["dose"], cell["effect"], cell["broken"]) == (0.5, 3.0, False)
-    assert cell_of({**row, "perplexity": 12.0}, [0.5], usual)["broken"]
-    assert cell_of({**row, "repetition": 0.5}, [0.5], usual)["broken"]
-    empty = cell_of({**row, "projection": math.nan, "perplexity": math.nan, "repetition": math.nan}, [0.5], usual)
+    assert cell_of({**row, "perplexity": 12.0}, 0.5, [0.5], usual)["broken"]
+    assert cell_of({**row, "repetition": 0.5}, 0.5, [0.5], usual)["broken"]
+    empty = cell_of({**row, "projection": math.nan, "perplexity": math.nan, "repetition": math.nan}, 0.5, [0.5], usual)
     assert (empty["effect"], empty["perplexity"], empty["broken"]) == (None, None, False)

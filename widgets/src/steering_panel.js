@@ -4,6 +4,7 @@ import { chatPane } from "./lib/chat.js";
 import { assign, fill, h, numberField, setNumber, write } from "./lib/dom.js";
 import { layerStrip } from "./lib/layers.js";
 import { firstDifference, generated, largest, numbersOf, projectionsAt } from "./lib/numbers.js";
+import { followOutputs } from "./lib/outputs.js";
 import { colourLegend, drawPlot } from "./lib/plots.js";
 import { rowView } from "./lib/row.js";
 import { short } from "./lib/scales.js";
@@ -215,8 +216,7 @@ function render({ model, el }) {
 
   function drawTexts() {
     const parts = parting();
-    const users = model.get("turns").map((/** @type {any} */ turn) => turn.user);
-    for (const side of /** @type {const} */ (["baseline", "steered"])) panes[side].text(sides[side].answer, parts, users);
+    for (const side of /** @type {const} */ (["baseline", "steered"])) panes[side].text(sides[side].answer, parts, model.get("turns"));
   }
 
   function drawTints() {
@@ -358,21 +358,20 @@ function render({ model, el }) {
     }
     setTimeout(() => write(copy, "copy as code"), 2000);
   });
-  const receipt = h("footer", { class: "cl-receipt" }, receiptText, copy, shownCode);
+  const save = h("button", { type: "button", class: "cl-small", "aria-label": "save session and panel" }, "save");
+  save.addEventListener("click", () => tell({ kind: "save" }));
+  const saved = h("span", { class: "cl-note cl-saved", role: "status" });
+  const receipt = h("footer", { class: "cl-receipt" }, receiptText, copy, save, saved, shownCode);
 
   /** @param {Run} run */
   function drawReceipt(run) {
-    const found = run.receipt;
-    if (!found) return;
-    const steps = found.steps.map((step) => {
-      const bounds = `[${step.min === null ? "−∞" : short(step.min)}, ${step.max === null ? "∞" : short(step.max)}]`;
-      const what = step.operation === "cap" ? `cap ${step.vector} ${bounds}` : `${step.operation} ${short(step.scale)}·${step.vector}`;
-      return `${what} @ ${step.layers}${step.dose === null ? "" : ` · dose ${short(step.dose)}`}`;
-    });
-    const rows = found.steps.length ? ` · ${found.touched} rows each (${found.where})` : "";
-    const parts = found.parts === null ? "" : ` · parts at token ${found.parts}`;
-    write(receiptText, `${steps.join(" + ") || "not steered"}${rows} · seed ${found.seed} · T ${found.temperature} · ${found.cached} cached · ${found.tokens} tokens in ${found.seconds.toFixed(1)} s${parts}`);
-    write(code, found.code);
+    if (!run.receipt) return;
+    write(receiptText, run.receipt.text);
+    write(code, run.receipt.code);
+  }
+
+  function drawSaved() {
+    write(saved, model.get("saved") && `saved in ${model.get("saved")}`);
   }
 
   // -- together ---------------------------------------------------------------------------------------------------------
@@ -402,6 +401,7 @@ function render({ model, el }) {
     ["change:run", drawState],
     ["change:error", drawError],
     ["change:busy", () => write(busy, model.get("busy"))],
+    ["change:saved", drawSaved],
     ["change:draft", () => { field.value = model.get("draft"); }],
     ["change:view", () => { drawLooks(); drawTints(); drawMarks(); }],
     ...["baseline", "steered"].map((side) => /** @type {[string, () => void]} */ ([`change:${side}`, () => { take(side); drawTexts(); drawTints(); drawState(); drawMarks(); drawLooks(); }])),
@@ -417,6 +417,7 @@ function render({ model, el }) {
   };
   for (const [event, listener] of listeners) model.on(event, listener);
   model.on("msg:custom", acknowledged);
+  const leaveOutputs = followOutputs(model);
   take("baseline");
   take("steered");
   drawSources();
@@ -430,10 +431,12 @@ function render({ model, el }) {
   drawState();
   drawMarks();
   drawPending();
+  drawSaved();
   if (!receiptText.textContent) write(receiptText, "nothing was asked yet");
   return () => {
     for (const [event, listener] of listeners) model.off(event, listener);
     model.off("msg:custom", acknowledged);
+    leaveOutputs();
   };
 }
 

@@ -3,6 +3,7 @@
 import { tint } from "./lib/colours.js";
 import { fill, h, numberField, s, setNumber, write } from "./lib/dom.js";
 import { layerStrip } from "./lib/layers.js";
+import { followOutputs } from "./lib/outputs.js";
 import { colourLegend } from "./lib/plots.js";
 import { cellAt, dosesFrom, mostEffect } from "./lib/sweeps.js";
 import { short } from "./lib/scales.js";
@@ -38,8 +39,11 @@ function render({ model, el }) {
   const vector = h("select", { "aria-label": "vector" });
   vector.addEventListener("change", () => change({ vector: vector.value || null }));
   for (const event of ["pointerdown", "focus"]) vector.addEventListener(event, () => tell({ kind: "variables" }));
+  const operation = h("select", { "aria-label": "operation" }, ...["add", "ablate"].map((each) => h("option", { value: each }, each)));
+  operation.addEventListener("change", () => change({ operation: operation.value }));
   const layers = layerStrip({ label: "layers to sweep", count: facts.layers, changed: (chosen) => change({ layers: chosen }) });
   const doses = h("input", { type: "text", "aria-label": "doses, with commas between", size: 26 });
+  const dosesName = h("span");
   doses.addEventListener("change", () => {
     const found = dosesFrom(doses.value);
     if (found) change({ doses: found });
@@ -54,7 +58,7 @@ function render({ model, el }) {
   const controls = h(
     "section",
     { class: "cl-controls-grid", "aria-label": "what to sweep" },
-    h("label", {}, "vector ", vector), layers.element, h("label", {}, "doses ", doses), h("label", {}, "read at layer ", read), h("label", {}, "tokens ", most), h("label", {}, "seed ", seed), prompt,
+    operation, h("label", {}, "vector ", vector), layers.element, h("label", {}, dosesName, doses), h("label", {}, "read at layer ", read), h("label", {}, "tokens ", most), h("label", {}, "seed ", seed), prompt,
   );
   const grid = h("div", { class: "cl-grid-box" });
   const text = h("section", { class: "cl-sweep-text", "aria-live": "polite", "aria-label": "text of the chosen run" });
@@ -71,6 +75,8 @@ function render({ model, el }) {
     const plan = model.get("plan");
     fill(vector, h("option", { value: "" }, "choose …"), ...model.get("vectors").map((/** @type {any} */ each) => h("option", { value: each.name }, each.name)));
     vector.value = plan.vector ?? "";
+    operation.value = plan.operation;
+    write(dosesName, plan.operation === "add" ? "doses " : "part that is kept ");
     layers.set(plan.layers);
     if (document.activeElement !== doses) doses.value = plan.doses.join(", ");
     doses.removeAttribute("aria-invalid");
@@ -80,8 +86,14 @@ function render({ model, el }) {
     if (document.activeElement !== prompt) prompt.value = plan.prompt;
   }
 
+  /** What the cells were run with: a change of the plan since then is not theirs. */
+  const ran = () => model.get("run").plan ?? model.get("plan");
+  /** What the columns are, in a word. */
+  const unit = () => (ran().operation === "add" ? "dose" : "keep");
+
   function drawGrid() {
-    const plan = model.get("plan");
+    const plan = ran();
+    grid.classList.toggle("cl-stale", JSON.stringify(plan) !== JSON.stringify(model.get("plan")));
     /** @type {Cell[]} */
     const cells = model.get("cells");
     const chosen = model.get("chosen");
@@ -94,7 +106,7 @@ function render({ model, el }) {
     const parts = [
       s("defs", {}, s("pattern", { id: hatch, width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" }, s("line", { x1: 0, y1: 0, x2: 0, y2: 6, class: "cl-hatch-line" }))),
       s("text", { x: 4, y: 14, class: "cl-tick" }, "layer"),
-      ...plan.doses.map((/** @type {number} */ dose, /** @type {number} */ at) => s("text", { x: MARGIN_LEFT + (at + 0.5) * CELL_WIDTH, y: 14, "text-anchor": "middle", class: "cl-tick" }, `dose ${short(dose)}`)),
+      ...plan.doses.map((/** @type {number} */ dose, /** @type {number} */ at) => s("text", { x: MARGIN_LEFT + (at + 0.5) * CELL_WIDTH, y: 14, "text-anchor": "middle", class: "cl-tick" }, `${unit()} ${short(dose)}`)),
     ];
     rows.forEach((layer, line) => {
       const y = MARGIN_TOP + line * CELL_HEIGHT;
@@ -107,7 +119,7 @@ function render({ model, el }) {
           return;
         }
         const picked = chosen && chosen.layer === layer && chosen.dose === dose;
-        const label = `layer ${layer}, dose ${short(dose)}: effect ${short(cell.effect)}${cell.broken ? ", fell apart" : ""}`;
+        const label = `layer ${layer}, ${unit()} ${short(dose)}: effect ${short(cell.effect)}${cell.broken ? ", fell apart" : ""}`;
         parts.push(s("rect", { x, y, width: CELL_WIDTH, height: CELL_HEIGHT, class: "cl-empty" }));
         if (cell.broken) parts.push(s("rect", { x, y, width: CELL_WIDTH, height: CELL_HEIGHT, fill: `url(#${hatch})`, class: "cl-hatch" }));
         parts.push(
@@ -142,7 +154,7 @@ function render({ model, el }) {
     fill(
       text,
       ...(cell
-        ? [h("div", { class: "cl-note" }, `layer ${cell.layer}, dose ${short(cell.dose)} (raw ${short(cell.scale)}): effect ${short(cell.effect)}, perplexity ${short(cell.perplexity)}, repetition ${short(cell.repetition)}, ${cell.tokens} tokens`), h("div", { class: "cl-chosen-text" }, cell.text)]
+        ? [h("div", { class: "cl-note" }, `layer ${cell.layer}, ${unit()} ${short(cell.dose)} (raw ${short(cell.scale)}): effect ${short(cell.effect)}, perplexity ${short(cell.perplexity)}, repetition ${short(cell.repetition)}, ${cell.tokens} tokens`), h("div", { class: "cl-chosen-text" }, cell.text)]
         : [h("div", { class: "cl-note" }, "click a cell to read its text")]),
       ...(reference ? [h("div", { class: "cl-note" }, `unsteered, perplexity ${short(reference.perplexity)}`), h("div", {}, reference.text)] : []),
     );
@@ -163,16 +175,18 @@ function render({ model, el }) {
     ["change:vectors", drawPlan],
     ["change:cells", () => { drawGrid(); drawText(); }],
     ["change:chosen", () => { drawGrid(); drawText(); }],
-    ["change:run", () => { drawRun(); drawText(); }],
+    ["change:run", () => { drawRun(); drawGrid(); drawText(); }],
     ["change:error", drawRun],
   ];
   for (const [event, listener] of listeners) model.on(event, listener);
+  const leaveOutputs = followOutputs(model);
   drawPlan();
   drawGrid();
   drawText();
   drawRun();
   return () => {
     for (const [event, listener] of listeners) model.off(event, listener);
+    leaveOutputs();
   };
 }
 

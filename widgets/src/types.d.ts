@@ -7,6 +7,8 @@ export interface Model {
   on(event: string, callback: (...args: any[]) => void): void;
   off(event: string, callback: (...args: any[]) => void): void;
   send(content: unknown): void;
+  /** JupyterLab's, in its pages. */
+  widget_manager?: any;
 }
 
 export interface Row {
@@ -69,27 +71,18 @@ export interface Numbers {
   projection: Float32Array[] | null;
 }
 
-export interface Step {
-  operation: string;
-  vector: string;
-  layers: string;
-  scale: number;
-  min: number | null;
-  max: number | null;
-  dose: number | null;
+export interface Receipt {
+  number: number;
+  text: string;
+  code: string;
 }
 
-export interface Receipt {
-  steps: Step[];
-  where: string;
-  touched: number;
-  seed: number;
-  temperature: number;
-  cached: number;
-  tokens: number;
-  seconds: number;
-  parts: number | null;
-  code: string;
+export interface Turn {
+  user: string;
+  baseline: string | null;
+  steered: string | null;
+  /** By side, in words, with which values an answer was made. */
+  made: Partial<Record<string, string>>;
 }
 
 export interface Run {

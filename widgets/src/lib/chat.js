@@ -5,6 +5,7 @@ import { fill, h, write } from "./dom.js";
 import { notAnswered } from "./numbers.js";
 
 /** @typedef {import("../types").Answer} Answer */
+/** @typedef {import("../types").Turn} Turn */
 
 /**
  * @param {string} side
@@ -64,8 +65,8 @@ export function chatPane(side, calls) {
     return { row, bubble };
   }
 
-  /** @param {Answer} answer */
-  function rebuild(answer) {
+  /** @param {Answer} answer @param {Turn[]} turns */
+  function rebuild(answer, turns) {
     spans = new Map();
     const rows = [];
     let turn = 0;
@@ -83,7 +84,8 @@ export function chatPane(side, calls) {
         rows.push(row);
         turn += 1;
       } else {
-        rows.push(h("div", { class: "cl-message", "data-role": message.role }, h("span", { class: "cl-role" }, message.role), h("div", { class: "cl-text" }, ...content)));
+        const made = message.role === "assistant" ? turns[turn - 1]?.made?.[side] ?? "made elsewhere" : null;
+        rows.push(h("div", { class: "cl-message", "data-role": message.role }, h("span", { class: "cl-role" }, message.role), h("div", { class: "cl-text" }, ...content), made && h("div", { class: "cl-note cl-made" }, made)));
       }
     });
     answerBody = h("div", { class: "cl-text cl-answer", "data-side": side });
@@ -121,14 +123,14 @@ export function chatPane(side, calls) {
     span(position) {
       return spans.get(position) ?? null;
     },
-    /** @param {Answer | null} answer @param {number | null} parts index of the answer's first token that differs @param {string[]} users */
-    text(answer, parts, users) {
+    /** @param {Answer | null} answer @param {number | null} parts index of the answer's first token that differs @param {Turn[]} turns */
+    text(answer, parts, turns) {
       if (!answer) {
         drawn = null;
         spans = new Map();
         fill(body);
       } else {
-        if (!drawn || drawn.number !== answer.number || drawn.first !== answer.first || answer.texts.length < shownTokens) rebuild(answer);
+        if (!drawn || drawn.number !== answer.number || drawn.first !== answer.first || answer.texts.length < shownTokens) rebuild(answer, turns);
         const from = Math.max(answer.prompt - answer.first, 0);
         for (let at = Math.max(from, shownTokens); at < answer.texts.length; at += 1) answerBody.append(token(answer.first + at, answer.texts[at]));
         // the last piece may have been a part of a character then
@@ -140,7 +142,7 @@ export function chatPane(side, calls) {
         if (marked) marked.classList.add("cl-part");
       }
       const known = answer ? answer.messages.filter((each) => each.role === "user").map((each) => each.content) : [];
-      const open = notAnswered(known, users);
+      const open = notAnswered(known, turns.map((turn) => turn.user));
       fill(waiting, ...open.map((text) => h("div", { class: "cl-message", "data-role": "user" }, h("span", { class: "cl-role" }, "user"), h("div", { class: "cl-text" }, text))));
     },
     /** @param {(position: number) => number} valueOf NaN where nothing is known @param {number} most */

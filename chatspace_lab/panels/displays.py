@@ -1,0 +1,105 @@
+"""The outputs that stand beside a panel's widgets, and stay in the notebook when no kernel draws those."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from chatspace_lab.errors import RequestError
+
+REST_S = 0.2
+"""The outputs follow when the panel has rested for so long."""
+UPDATE = "cl_still"
+"""Name of the message with which a page is given a panel's newest output."""
+
+
+class Displays:
+    """One HTML output per cell that displays a panel, hidden by the panel's stylesheet where a widget is alive.
+
+    Parameters
+    ----------
+    mark
+        A class in the HTML that no other panel's has, also the display's id.
+    draw
+        Returns the HTML.
+    send
+        Sends a message to the panel's pages. After a reload a page no longer knows which output belongs to a display's
+        id; it finds the output by ``mark`` then.
+    loop
+        Of :meth:`changed`.
+    """
+
+    def __init__(
+        self,
+        mark: str,
+        draw: Callable[[], str],
+        send: Callable[[dict[str, Any]], None],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._mark, self._draw, self._send, self._loop = mark, draw, send, loop
+        self._cells: set[str] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._published = ""
+
+    def show(self) -> None:
+        """Add the output to the cell that runs, unless it has it: called while the panel is displayed there."""
+        cell = _cell()
+        if cell is not None and cell not in self._cells:
+            self._cells.add(cell)
+            self._publish(update=False)
+
+    def changed(self) -> None:
+        """Update the outputs soon. On the loop."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(REST_S, self.update)
+
+    def update(self) -> None:
+        """Update the outputs now, if they show something else."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._cells:
+            self._publish(update=True)
+
+    def _publish(self, *, update: bool) -> None:
+        from IPython.display import publish_display_data
+
+        html = self._draw()
+        if update and html == self._published:
+            return
+        self._published = html
+        data = {"text/plain": "a panel, as last shown", "text/html": html}
+        publish_display_data(data, transient={"display_id": self._mark}, update=update)
+        if update:
+            self._send({UPDATE: data, "mark": self._mark})
+
+
+def publish_widget(bundle: Any) -> None:
+    """Display a widget, given as the MIME bundle that it has.
+
+    Raises
+    ------
+    RequestError
+        If the widget was closed.
+    """
+    from IPython.display import publish_display_data
+
+    if bundle is None:
+        raise RequestError("this panel was closed; make a new one with lab.panel()")
+    data, metadata = bundle
+    publish_display_data(data, metadata)
+
+
+def _cell() -> str | None:
+    """Return what names the execution of the running cell; None outside a notebook."""
+    try:
+        from IPython import get_ipython
+    except ModuleNotFoundError:
+        return None
+    shell = get_ipython()
+    if shell is None or not hasattr(shell, "get_parent"):
+        return None
+    header = shell.get_parent().get("header", {})
+    return str(header.get("msg_id", ""))

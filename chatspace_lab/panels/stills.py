@@ -1,0 +1,187 @@
+"""What a panel last showed, as HTML without scripts: for a notebook that is read without a kernel."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from chatspace_lab.panels.buffers import short
+from chatspace_lab.panels.pictures import Numbers, heatmap, largest, message_plot, projection_plot, tint
+
+MAX_TINTED = 2000
+"""Tokens that are tinted, the newest; earlier ones are plain text."""
+DIM = "color: #888888; font-size: 12px"
+UNDER_WAY = ("waiting", "running")
+
+
+def frame(mark: str, title: str, note: str, parts: Sequence[str]) -> str:
+    """Return a panel's HTML.
+
+    Parameters
+    ----------
+    mark
+        A class that no other panel has.
+    title, note
+        Its first line, as text.
+    parts
+        HTML.
+    """
+    head = f"<div><strong>{html.escape(title)}</strong> <span style='{DIM}'>{html.escape(note)}</span></div>"
+    style = "border: 1px solid #888888; padding: 6px 10px; font-family: sans-serif; font-size: 13px"
+    # Nobody's dollars are formulas: MathJax leaves these classes, and everything in a <pre>, alone.
+    classes = f"cl-snapshot {mark} mathjax_ignore tex2jax_ignore"
+    return f"<div class='{classes}' style='{style}'>{head}{''.join(parts)}</div>"
+
+
+def text(content: str, *, dim: bool = False) -> str:
+    """Return a text as it was typed."""
+    return _pre(html.escape(content), dim=dim)
+
+
+def error(content: str) -> str:
+    """Return an error as it is shown."""
+    return f"<div style='color: #dc2626'>{text(content)}</div>" if content else ""
+
+
+def steering(mark: str, shown: Mapping[str, Any]) -> str:
+    """Return the steering panel.
+
+    Parameters
+    ----------
+    shown
+        Its traits, by name.
+    """
+    view, run = shown["view"], shown["run"]
+    answers = {side: shown[side] for side in ("baseline", "steered")}
+    sides = {side: Numbers.of(answer) for side, answer in answers.items()}
+    layer, direction = view["layers"][0], view["direction"] or "no direction"
+    most = largest(sides, layer)
+    panes = "".join(
+        f"<div style='flex: 1 1 0; min-width: 240px; padding: 4px'>{_side(side, shown, sides[side], layer, most)}</div>"
+        for side in answers
+    )
+    parts = [error(shown["error"]), f"<div style='display: flex; flex-wrap: wrap'>{panes}</div>"]
+    if most > 0:
+        tinted = f"tints: projection on {direction} at layer {layer}, from {short(-most)} (red) to {short(most)} (blue)"
+        parts.append(f"<div style='{DIM}'>{html.escape(tinted)}</div>")
+    if any(side is not None for side in sides.values()):
+        layers = ", ".join(map(str, view["layers"]))
+        parts.append(f"<div style='{DIM}'>plots: baseline grey, steered in colour, layers {layers}</div>")
+        pinned = view["pinned"]["position"] if view["pinned"] else None
+        parts.append(projection_plot(sides, view["layers"], direction, pinned))
+        parts += [message_plot(sides, view["layers"], what, direction) for what in ("norm", "cosine")]
+        parts.append(heatmap(sides, direction))
+    if "receipt" in run:
+        parts.append(text(run["receipt"]["text"], dim=True))
+    facts = shown["facts"]
+    title = f"chatspace-lab · {facts['model']}"
+    return frame(
+        mark, title, f"{facts['dtype']}, {facts['layers']} layers, as last shown: run the cell to go on", parts
+    )
+
+
+def _side(side: str, shown: Mapping[str, Any], numbers: Numbers | None, layer: int, most: float) -> str:
+    answer, run, turns = shown[side], shown["run"], shown["turns"]
+    parts = [f"<div style='{DIM}'><strong>{side}</strong></div>"]
+    if run["status"] == "failed" and side in run.get("sides", ()):
+        return "".join([*parts, error(run.get("error", "it failed"))])  # in place of an answer to something else
+    if not answer:
+        return "".join([*parts, *(_message("user", html.escape(turn["user"])) for turn in turns)])
+    values = None if numbers is None else numbers.along(layer)
+    row = () if values is None else values
+    plain_before = len(answer["texts"]) - MAX_TINTED // 2
+
+    def tokens(start: int, end: int) -> str:
+        return "".join(
+            _token(each, row[at] if plain_before <= at < len(row) else 0.0, most)
+            for at, each in enumerate(answer["texts"][start:end], start)
+        )
+
+    asked = 0
+    for index, message in enumerate(answer["messages"]):
+        band = next((each for each in answer["bands"] if each["message"] == index), None)
+        content = html.escape(message["content"])
+        if band is not None and band["start"] >= answer["first"]:
+            start, end = band["start"] - answer["first"], band["end"] - answer["first"]
+            if "".join(answer["texts"][start:end]) == message["content"]:
+                content = tokens(start, end)
+        made = turns[asked - 1].get("made", {}) if message["role"] == "assistant" and 0 < asked <= len(turns) else {}
+        asked += message["role"] == "user"
+        parts.append(_message(message["role"], content, made.get(side, "")))
+    start = max(answer["prompt"] - answer["first"], 0)
+    note = (
+        "" if answer["number"] == run["number"] or side == "baseline" else "an answer to other values than the panel's"
+    )
+    parts.append(_message("assistant", tokens(start, len(answer["texts"])), note))
+    return "".join(parts)
+
+
+def _message(role: str, content: str, note: str = "") -> str:
+    below = f"<div style='{DIM}'>{html.escape(note)}</div>" if note else ""
+    return f"<div style='{DIM}'>{html.escape(role)}</div>{_pre(content)}{below}"
+
+
+def _token(content: str, value: float, most: float) -> str:
+    colour = tint(value, most)
+    escaped = html.escape(content)
+    return f"<span style='background-color:{colour}'>{escaped}</span>" if colour and content else escaped
+
+
+def _pre(content: str, *, dim: bool = False) -> str:
+    style = "white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; padding: 0; background: transparent; "
+    # the first line's end would be taken for the element's own
+    return f"<pre style='{style}font-family: inherit{'; ' + DIM if dim else ''}'>\n{content}</pre>"
+
+
+def sweep(mark: str, shown: Mapping[str, Any]) -> str:
+    """Return the sweep panel: its grid, and all texts below each other.
+
+    Parameters
+    ----------
+    shown
+        Its traits, by name.
+    """
+    run, facts = shown["run"], shown["facts"]
+    plan = run.get("plan", shown["plan"])
+    cells = {(cell["layer"], cell["dose"]): cell for cell in shown["cells"]}
+    whole = [abs(cell["effect"] or 0.0) for cell in cells.values() if not cell["broken"]]
+    most = max(whole or [abs(cell["effect"] or 0.0) for cell in cells.values()], default=0.0)
+    unit = "dose" if plan["operation"] == "add" else "keep"
+    heads = "".join(f"<th>{unit} {short(dose)}</th>" for dose in plan["doses"])
+    lines = []
+    for layer in sorted(plan["layers"], reverse=True):
+        found = [cells.get((layer, dose)) for dose in plan["doses"]]
+        lines.append(f"<tr><th>{layer}</th>{''.join(_cell(each, most) for each in found)}</tr>")
+    caption = (
+        f"change of the projection on {plan['vector']} at layer {plan['read_layer']}; "
+        f"✕ and dashed: the answer fell apart; {run['status']}"
+    )
+    parts = [
+        error(shown["error"]),
+        text(plan["prompt"]),
+        f"<table><tr><th>layer</th>{heads}</tr>{''.join(lines)}</table>",
+        f"<div style='{DIM}'>{html.escape(caption)}</div>",
+    ]
+    if run.get("reference"):
+        parts.append(_message("unsteered", html.escape(run["reference"]["text"])))
+    chosen = shown["chosen"]
+    picked = None if chosen is None else cells.get((chosen["layer"], chosen["dose"]))
+    if picked is not None:
+        parts.append(_message(f"layer {picked['layer']}, {unit} {short(picked['dose'])}", html.escape(picked["text"])))
+    texts = "".join(
+        _message(f"layer {layer}, {unit} {short(dose)}", html.escape(cell["text"]))
+        for (layer, dose), cell in sorted(cells.items())
+    )
+    if texts:
+        parts.append(f"<details><summary>all texts</summary>{texts}</details>")
+    return frame(mark, f"sweep · {facts['model']}", "as last shown: run the cell to go on", parts)
+
+
+def _cell(cell: Mapping[str, Any] | None, most: float) -> str:
+    if cell is None:
+        return "<td>·</td>"
+    colour = tint(float("nan") if cell["effect"] is None else cell["effect"], most)
+    border = "border: 1px dashed #888888" if cell["broken"] else "border: 1px solid transparent"
+    background = f"; background-color: {colour}" if colour else ""
+    return f"<td style='{border}{background}'>{short(cell['effect'])}{' ✕' if cell['broken'] else ''}</td>"
