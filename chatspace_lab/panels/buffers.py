@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-MAX_BYTES = 100_000
+MAX_BYTES = 120_000
 """Of one array. A panel holds four, and with them stays far below 1 MiB also where bytes are written as text."""
 
 

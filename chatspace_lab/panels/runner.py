@@ -113,8 +113,11 @@ class Runner:
             observers.remove(self)
 
     def clear(self) -> None:
-        """Stop, and forget all answers."""
+        """Stop, and forget all answers: what has been stopped says nothing more."""
         self._cancel()
+        self.number += 1
+        self.status = "idle"
+        self._quiet.set()
         self._baseline = None
         for answer in self.answers.values():
             answer.handle.close()

@@ -318,7 +318,6 @@ class SteeringPanel(Panel):
         self._resample({"seed": self._talk.sampling.seed + 1})
 
     def _clear(self) -> None:
-        self._runner.stop()
         self._runner.clear()
         self._talk.turns = ()
         self.baseline, self.steered = {}, {}

@@ -58,7 +58,8 @@ def steering(mark: str, shown: Mapping[str, Any]) -> str:
     layer, direction = view["layers"][0], view["direction"] or "no direction"
     most = largest(sides, layer)
     panes = "".join(
-        f"<div style='flex: 1 1 0; min-width: 240px; padding: 4px'>{_side(side, shown, sides[side], layer, most)}</div>"
+        f"<div class='cl-kept-{side}' style='flex: 1 1 0; min-width: 240px; padding: 4px'>"
+        f"{_side(side, shown, sides[side], layer, most)}</div>"
         for side in answers
     )
     parts = [error(shown["error"]), f"<div style='display: flex; flex-wrap: wrap'>{panes}</div>"]
@@ -129,7 +130,7 @@ def _token(content: str, value: float, most: float) -> str:
 
 
 def _pre(content: str, *, dim: bool = False) -> str:
-    style = "white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; padding: 0; background: transparent; "
+    style = "white-space: pre-wrap; overflow-wrap: anywhere; word-break: normal; margin: 0; padding: 0; background: transparent; "
     # the first line's end would be taken for the element's own
     return f"<pre style='{style}font-family: inherit{'; ' + DIM if dim else ''}'>\n{content}</pre>"
 

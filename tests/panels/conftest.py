@@ -1,38 +1,26 @@
-"""One JupyterLab, one engine and one page for all browser tests of the panels.
-
-They end with their module: while Playwright runs, this thread has a running event loop, which other tests do not bear.
-"""
+"""Says which tests of the panels were not run, and what they need."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.panels.jupyter import CHROMIUM, Kernel, Server, notebook
+from tests.panels.browser.jupyter import CHROMIUM
 
-if TYPE_CHECKING:
-    from playwright.sync_api import Page
-
-    from tests.panels.page import Panel
-
-OUTPUT = Path(__file__).parents[2] / "test-output" / "panels"
-"""Screenshots."""
 NOT_RUN = pytest.StashKey[list[str]]()
 NEEDS = {
-    "test_in_jupyterlab": (CHROMIUM, "Chromium (on Debian: apt-get install chromium)"),
+    "browser": (CHROMIUM, "Chromium (on Debian: apt-get install chromium)"),
     "test_front_end": (shutil.which("node"), "Node.js (on Debian: apt-get install nodejs)"),
 }
+"""By folder or module of tests: whether what it needs is here, and how to get it."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what needs a program that is not here; the run says so at its end."""
     left_out = []
-    for module, (found, how) in NEEDS.items():
-        mine = [item for item in items if item.path.stem == module] if found is None else []
+    for name, (found, how) in NEEDS.items():
+        mine = [item for item in items if name in (item.path.stem, item.path.parent.name)] if found is None else []
         if mine:
             line = f"{len(mine)} tests of the panels were not run: they need {how}"
             config.stash.setdefault(NOT_RUN, []).append(line)
@@ -45,87 +33,3 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     for line in config.stash.get(NOT_RUN, []):
         terminalreporter.write_line(line)
-
-
-LAB = """
-import os
-os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-import torch
-from chatspace_lab import AddSpec, LabSession, SteeringSpec
-lab = LabSession(max_model_len=2048, dtype="float32", kv_cache_memory_bytes=1 << 28)
-torch.manual_seed(1)
-formal = torch.randn(lab.hidden_size) * 3
-other = torch.randn(lab.hidden_size)
-panel = lab.panel(max_tokens=16)
-"""
-CELLS = ["panel", "panel", "sweep"]
-"""What the notebook shows: two views of the panel, and a sweep."""
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    started = Server(tmp_path_factory.mktemp("jupyter"))
-    started.write("panels.ipynb", notebook(CELLS))
-    yield started
-    started.close()
-
-
-@pytest.fixture(scope="module")
-def hosts() -> set[str]:
-    """Where the page has asked for anything."""
-    return set()
-
-
-@pytest.fixture(scope="module")
-def page(server: Server, hosts: set[str]) -> Iterator[Page]:
-    from playwright.sync_api import sync_playwright
-
-    from tests.panels.jupyter import FLAGS
-
-    OUTPUT.mkdir(parents=True, exist_ok=True)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        context = browser.new_context(viewport={"width": 1300, "height": 1500})
-        context.set_default_timeout(60_000)
-        found = context.new_page()
-        found.on("request", lambda request: hosts.add(request.url.split("/")[2] if "//" in request.url else ""))
-        found.goto(server.url("panels.ipynb"))
-        found.locator(".jp-CodeCell").first.wait_for()
-        yield found
-        browser.close()
-
-
-@pytest.fixture(scope="module")
-def kernel(server: Server, page: Page) -> Iterator[Kernel]:
-    """The notebook's kernel, with a lab and a panel that nobody sees yet."""
-    found = server.kernel("panels.ipynb")
-    found.run(LAB, timeout_s=400)
-    yield found
-    found.run("lab.close()")
-    found.close()
-
-
-@pytest.fixture
-def panel(page: Page, kernel: Kernel) -> Panel:
-    """The first view of the panel: one row, nothing asked, nothing steered."""
-    from playwright.sync_api import expect
-
-    from tests.panels.page import Panel
-
-    kernel.run(
-        """
-panel.stop()
-lab.vectors.clear()
-lab.vectors.update(formal=formal, other=other)
-panel.error = ""
-panel.state = {"rows": [{"vector": "formal", "layers": [15]}], "where": "all", "turns": [],
-    "sampling": {"seed": 7, "temperature": 0.0, "max_tokens": 16},
-    "view": {"layers": [15], "direction": "formal", "plot": "projection", "pinned": None}}
-panel.wait(60)
-"""
-    )
-    shown = Panel(page, kernel)
-    shown.show()
-    shown.settled("idle")
-    expect(shown.root.locator(".cl-row")).to_have_count(1)
-    return shown

@@ -60,9 +60,12 @@ def notebook(cells: Sequence[str], kernel: str = "python3") -> dict[str, Any]:
 
 
 class Server:
-    """A JupyterLab server on a free port, with a token and settings of its own."""
+    """A JupyterLab server on a free port, with a token and settings of its own.
 
-    def __init__(self, folder: Path) -> None:
+    Without ``kernels`` it knows of none, as a machine on which a notebook is only read.
+    """
+
+    def __init__(self, folder: Path, *, kernels: bool = True) -> None:
         self.folder, self.token = folder, secrets.token_hex(16)
         self.root, self._runtime = folder / "notebooks", folder / "runtime"
         self.root.mkdir(parents=True)
@@ -89,6 +92,9 @@ class Server:
         ]
         options += [f"--ServerApp.root_dir={self.root}", "--ServerApp.allow_root=True", "--no-browser"]
         options += ["--LabApp.expose_app_in_browser=True"]  # so that tests can run its commands
+        if not kernels:
+            options += ["--KernelSpecManager.ensure_native_kernel=False"]
+            options += ["--KernelSpecManager.allowed_kernelspecs=none"]
         self._log = (folder / "jupyter.log").open("wb")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "jupyterlab", *options], env=env, stdout=self._log, stderr=self._log, cwd=self.root

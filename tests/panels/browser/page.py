@@ -2,13 +2,52 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from playwright.sync_api import Locator, Page, expect
 
-from tests.panels.jupyter import Kernel
+from tests.panels.browser.jupyter import Kernel
 
 expect.set_options(timeout=60_000)
+
+OUTPUT = Path(__file__).parents[3] / "test-output" / "panels"
+"""Screenshots."""
+RIVERS = [{"role": "user", "content": "Tell me about rivers."}]
+
+
+SENTENCE = "The river runs to the sea and the sea runs to the sky. "
+LONG = """
+from dataclasses import replace
+import numpy as np
+from types import SimpleNamespace
+from chatspace_lab.panels.answers import Answer
+from chatspace_lab.panels.asked import Turn
+from chatspace_lab.readings import Readings
+
+def show_long(text):
+    '''Show answers to a long message as a run does, with numbers that nothing had to compute.'''
+    last = panel._runner.answers["steered"]
+    messages = [{"role": "user", "content": text}]
+    [prompt] = lab.model.prepare(messages, chat=True, max_tokens=1)
+    count = len(prompt.token_ids)
+    values = np.random.default_rng(0).normal(size=(lab.layer_count, count, 2)).astype("float32")
+    values[..., 0] = 30 + values[..., 0]
+    layers = tuple(range(lab.layer_count))
+    readings = Readings(np.arange(count), np.array(prompt.token_ids), layers, ("formal",), values)
+    stream = SimpleNamespace(handle=last.handle, readings=readings)
+    asked = replace(last.asked, number=panel._runner.number + 1)
+    answer = Answer(asked, messages, prompt, stream, {"formal": formal})
+    answer.text, answer.token_ids, answer.finish = last.text, last.token_ids, last.finish
+
+    def show():
+        panel._talk.turns, panel._runner.number = (Turn(text),), asked.number
+        panel.run = {**panel.run, "number": asked.number}
+        panel._draw()
+        panel.baseline = panel.steered = answer.payload("formal", panel._pieces)
+    panel._now(show)
+    return count
+"""
 
 
 class Panel:
@@ -68,6 +107,16 @@ class Panel:
         self.message.fill(text)
         self.message.press("Enter")
 
+    def show_long(self, sentences: int) -> int:
+        """Show an answer to a message of so many sentences, and return the tokens of its prompt."""
+        self.button("new chat").click()
+        self.settled("idle")
+        self.ask()
+        self.settled()
+        self.kernel.run(LONG)
+        found: int = self.value(f"show_long({(SENTENCE * sentences).strip()!r})")
+        return found
+
     def drag(self, dose: float, name: str = "dose of formal", steps: int = 8) -> None:
         """Drag a slider from where it stands, with the mouse."""
         handle = self.slider(name)
@@ -95,3 +144,22 @@ class Panel:
 def command(page: Page, name: str, **arguments: Any) -> None:
     """Run a command of JupyterLab, as a menu does, and wait for its end."""
     page.evaluate("([name, given]) => window.jupyterapp.commands.execute(name, given)", [name, arguments])
+
+
+def chat(kernel: Kernel, max_tokens: int = 16, steering: str = "None") -> str:
+    """Return what the lab answers without any panel; None follows the session's steering."""
+    call = f"lab.chat({RIVERS}, steering={steering}, temperature=0.0, seed=7, max_tokens={max_tokens})[0]"
+    return str(kernel.value(f"str({call})"))
+
+
+def picture(panel: Panel, name: str) -> None:
+    """Keep a screenshot."""
+    panel.root.screenshot(path=OUTPUT / f"{name}.png")
+
+
+def tints(panel: Panel) -> list[str]:
+    """Return the colours behind the tokens of the steered side."""
+    found: list[str] = (
+        panel.pane().locator(".cl-token").evaluate_all("all => all.map(each => each.style.backgroundColor)")
+    )
+    return found

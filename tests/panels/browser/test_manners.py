@@ -1,0 +1,102 @@
+"""Two views, a reload, themes, a narrow page, and the size of it all."""
+
+from __future__ import annotations
+
+import re
+import statistics
+
+from playwright.sync_api import expect
+
+from tests.panels.browser.page import Panel, chat, command, picture, tints
+
+
+def test_two_views_and_a_reloaded_page_show_the_same(panel: Panel) -> None:
+    second = Panel(panel.page, panel.kernel, cell=1)
+    second.show()
+    panel.ask()
+    panel.settled()
+    panel.drag(0.6)
+    panel.settled()
+    expect(second.answer()).to_have_text(panel.value("panel.steered['text']"))
+    assert second.slider().get_attribute("aria-valuenow") == panel.slider().get_attribute("aria-valuenow") == "0.6"
+    second.drag(-0.2)
+    second.settled()
+    expect(panel.slider()).to_have_attribute("aria-valuenow", "-0.2")
+    expect(panel.answer()).to_have_text(panel.value("panel.steered['text']"))
+    shown = (panel.answer().inner_text(), panel.answer("baseline").inner_text(), tints(panel))
+    command(panel.page, "docmanager:save")
+    expect(panel.page.locator(".jp-mod-dirty")).to_have_count(0)
+    panel.page.reload()
+    expect(panel.answer()).to_have_text(shown[0])
+    assert (panel.answer().inner_text(), panel.answer("baseline").inner_text(), tints(panel)) == shown
+    expect(panel.slider()).to_have_attribute("aria-valuenow", "-0.2")
+    panel.drag(0.4)
+    panel.settled()
+    assert panel.answer().inner_text() == chat(panel.kernel)
+
+
+def luminance(panel: Panel, what: str) -> float:
+    """Return the mean of a colour's channels, 0 to 255."""
+    colour = panel.root.evaluate(f"root => getComputedStyle(root).{what}")
+    channels = [float(each) for each in re.findall(r"[\d.]+", colour)[:3]]
+    return statistics.mean(channels)
+
+
+def test_light_and_dark(panel: Panel) -> None:
+    panel.ask()
+    panel.settled()
+    assert luminance(panel, "backgroundColor") - luminance(panel, "color") > 120
+    command(panel.page, "apputils:change-theme", theme="JupyterLab Dark")
+    expect(panel.page.locator("body")).to_have_attribute("data-jp-theme-light", "false")
+    panel.page.wait_for_function(
+        "() => getComputedStyle(document.querySelector('.cl-panel')).color.match(/\\d+/)[0] > 150", polling=50
+    )
+    assert luminance(panel, "color") - luminance(panel, "backgroundColor") > 120
+    picture(panel, "dark")
+    command(panel.page, "apputils:change-theme", theme="JupyterLab Light")
+    expect(panel.page.locator("body")).to_have_attribute("data-jp-theme-light", "true")
+
+
+def test_nothing_is_cut_off_at_900_px(panel: Panel) -> None:
+    panel.kernel.run("lab.cap(20, other, -1.0, 1.0); lab.ablate(21, other)")
+    expect(panel.root.locator(".cl-row")).to_have_count(3)
+    panel.root.evaluate("root => { root.style.width = '900px'; }")
+    outside = panel.root.evaluate(
+        """root => {
+            const edge = root.getBoundingClientRect();
+            return [...root.querySelectorAll("button, input, select, textarea, svg, .cl-row, .cl-track")]
+                .filter(each => each.checkVisibility())
+                .filter(each => { const box = each.getBoundingClientRect();
+                    return box.right > edge.right + 1 || box.left < edge.left - 1; })
+                .map(each => each.outerHTML.slice(0, 80));
+        }"""
+    )
+    overlaps = panel.root.evaluate(
+        """root => [...root.querySelectorAll(".cl-row")].flatMap(row => {
+            const boxes = [...row.children].map(each => each.getBoundingClientRect());
+            return boxes.slice(1).filter((box, at) => box.left < boxes[at].right - 1).map(() => row.ariaLabel);
+        })"""
+    )
+    picture(panel, "at_900_px")
+    panel.root.evaluate("root => { root.style.width = ''; }")
+    assert (outside, overlaps) == ([], [])
+
+
+MIB = 1 << 20
+
+
+def test_the_state_of_a_long_conversation_stays_below_a_mebibyte(panel: Panel) -> None:
+    panel.kernel.run("import ipywidgets.embed, json")
+    for sentences in (135, 142):  # as long as all of it is kept, and longer
+        tokens = panel.show_long(sentences)
+        expect(panel.token(tokens)).to_be_visible()
+        assert (panel.value("panel.steered['first']") == 0) == (sentences == 135)
+        # as a notebook holds them: the state with its buffers in base64 and the front end, and the output beside it
+        panel.kernel.run("panel._now(panel._displays.update)")
+        state = panel.value("len(json.dumps(ipywidgets.embed.dependency_state([panel])))")
+        output = panel.value("len(json.dumps(panel._displays._published))")
+        print(
+            f"{tokens} tokens, {panel.value('lab.layer_count')} layers: state {state:,} bytes, output {output:,} bytes"
+        )
+        assert 300_000 < state < MIB
+        assert 50_000 < output < MIB - state, "together below 1 MiB"

@@ -1,0 +1,244 @@
+"""Runs of the steering panel: sliders, layers, sessions and turns."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from tests.panels.browser.jupyter import Kernel
+from tests.panels.browser.page import Panel, chat, picture
+
+
+def test_what_was_asked_before_the_panel_is_displayed_is_shown(page: Page, kernel: Kernel) -> None:
+    kernel.run('early = lab.panel(max_tokens=16); early.ask("Tell me about rivers."); early.wait(60)')
+    early = Panel(page, kernel, cell=3)
+    early.show()
+    early.settled()
+    plain = chat(kernel, steering="SteeringSpec.none()")
+    assert early.answer().inner_text() == early.answer("baseline").inner_text() == plain
+    kernel.run("early.close()")
+
+
+def test_dragging_a_slider_steers_the_session_and_answers_anew(panel: Panel) -> None:
+    panel.ask()
+    panel.settled()
+    plain = panel.answer("baseline").inner_text()
+    assert panel.answer().inner_text() == plain
+    before = panel.value("(len(lab.history), panel.baseline['number'])")
+    panel.drag(0.5)
+    panel.settled()
+    assert panel.slider().get_attribute("aria-valuenow") == "0.5"
+    steered = panel.answer().inner_text()
+    assert steered != plain
+    assert panel.answer("baseline").inner_text() == plain
+    runs, baseline = panel.value("(len(lab.history), panel.baseline['number'])")
+    assert (runs - before[0], baseline) == (1, before[1]), "the baseline is kept while only scales move"
+    # the session is steered as the slider says, and answers without the panel as the panel shows
+    scale, unit = panel.value("(panel.rows[0]['scale'], panel.rows[0]['unit'])")
+    assert scale * unit == pytest.approx(0.5, abs=1e-6)
+    assert panel.value("[(l, o.scale) for l, o in lab.export_steering_spec()]") == [(15, pytest.approx(scale))]
+    assert panel.value("(float(formal.norm()) / lab.norms[15])") == pytest.approx(unit)
+    assert chat(panel.kernel) == steered
+    assert panel.value("panel.steered['rows'][0]['scale']") == scale
+    assert float(panel.number("raw scale of formal").input_value()) == pytest.approx(scale, rel=1e-4)
+    expect(panel.root.locator(".cl-receipt-text")).to_contain_text("@ 15 · dose 0.5")
+    picture(panel, "steering")
+
+
+def test_layers_are_picked_by_click_drag_and_keyboard(panel: Panel) -> None:
+    strip = panel.strip()
+    box = strip.bounding_box()
+    assert box is not None
+    middle = {"y": box["height"] / 2}
+    cell = box["width"] / 30
+    strip.click(position={"x": 20.5 * cell, **middle})
+    expect(strip.get_by_role("option", selected=True)).to_have_count(2)
+    strip.drag_to(strip, source_position={"x": 3.5 * cell, **middle}, target_position={"x": 6.5 * cell, **middle})
+    expect(panel.row().locator(".cl-layers-text")).to_have_text("3–6, 15, 20")
+    strip.press("ArrowRight")
+    strip.press(" ")
+    strip.press("Shift+ArrowRight")
+    expect(panel.row().locator(".cl-layers-text")).to_have_text("3–8, 15, 20")
+    panel.number("raw scale of formal").fill("0.25")
+    panel.number("raw scale of formal").press("Enter")
+    expect(panel.root.locator(".cl-header .cl-note").last).to_have_text("8 steered layers")
+    panel.answered()
+    panel.kernel.run("panel.wait()")
+    assert panel.value("[(l, o.scale) for l, o in lab.export_steering_spec()]") == [
+        (layer, 0.25) for layer in (3, 4, 5, 6, 7, 8, 15, 20)
+    ]
+
+
+def test_points_appear_before_the_answer_is_complete_and_a_stop_keeps_the_text(panel: Panel) -> None:
+    panel.kernel.run("panel.state = {'sampling': {'max_tokens': 1500}, 'rows': []}; panel.wait()")
+    panel.ask("Write a long story about a river and the people who live beside it.")
+    panel.page.wait_for_function(
+        "() => Number(document.querySelector('.cl-steering g[data-side=steered]')?.dataset.points) > 60"
+    )
+    assert panel.status.get_attribute("data-status") == "running"
+    assert panel.kernel.run("print(6 * 7)") == "42\n", "another cell runs meanwhile"
+    assert panel.value("panel.run['status']") == "running"
+    panel.button("stop").click()
+    panel.settled("stopped")
+    panel.kernel.run("panel.wait()")
+    text = panel.value("panel.steered['text']")
+    assert len(text) > 10
+    expect(panel.answer()).to_have_text(text)
+    assert 10 < panel.value("len(panel.steered['ids']) - panel.steered['prompt']") < 1500
+    expect(panel.pane()).not_to_have_class(re.compile("cl-stale"))
+
+
+def test_forty_moves_in_200_ms_end_in_one_answer_that_belongs_to_the_values_shown(panel: Panel) -> None:
+    panel.ask()
+    panel.settled()
+    before = panel.value("len(lab.history)")
+    moved = panel.slider().evaluate(
+        """async (handle) => {
+            const track = handle.parentElement, box = track.getBoundingClientRect();
+            const send = (kind, dose) => track.dispatchEvent(new PointerEvent(kind,
+                {bubbles: true, pointerId: 7, clientX: box.left + box.width * (dose + 2) / 4, clientY: box.top + 9}));
+            track.setPointerCapture = () => {};
+            send("pointerdown", 0);
+            for (let at = 1; at <= 40; at += 1) {
+                send("pointermove", 0.02 * at);
+                await new Promise((resolve) => setTimeout(resolve, 5));
+            }
+            send("pointerup", 0.8);
+            return handle.getAttribute("aria-valuenow");
+        }"""
+    )
+    panel.settled()
+    assert moved == panel.slider().get_attribute("aria-valuenow") == "0.8"
+    assert panel.value("panel.steered['rows'][0]['scale'] * panel.rows[0]['unit']") == pytest.approx(0.8, abs=1e-6)
+    assert panel.value("panel._runner.most_in_flight") == 1
+    assert panel.value("len(lab.history)") - before <= 3
+    assert panel.answer().inner_text() == chat(panel.kernel)
+    # and forty from a cell
+    before = panel.value("len(lab.history)")
+    panel.kernel.run("for at in range(40): lab.steer(15, formal, 0.02 * at)\npanel.wait()")
+    expect(panel.number("raw scale of formal")).to_have_value("0.78")
+    panel.settled()
+    assert panel.value("panel._runner.most_in_flight") == 1
+    assert panel.answer().inner_text() == chat(panel.kernel)
+
+
+def test_the_session_is_followed_both_ways(panel: Panel) -> None:
+    panel.kernel.run("lab.steer([4, 5], other, 2.0); lab.ablate(20, formal, 0.5)")
+    expect(panel.row("other").locator(".cl-layers-text")).to_have_text("4–5")
+    expect(panel.number("raw scale of other")).to_have_value("2")
+    expect(panel.number("factor of formal")).to_have_value("0.5")
+    panel.button("mute other").click()
+    panel.button("remove formal").first.click()
+    expect(panel.root.get_by_role("group", name="vector formal")).to_have_count(1)
+    panel.answered()
+    panel.kernel.run("panel.wait()")
+    assert panel.value("[(l, type(o).__name__) for l, o in lab.export_steering_spec()]") == [(20, "AblationSpec")]
+    panel.kernel.run("lab.clear()")
+    expect(panel.root.locator(".cl-row")).to_have_count(1)  # the muted one
+    saved = panel.value("panel.state")
+    assert [(row["vector"], row["muted"]) for row in saved["rows"]] == [("other", True)]
+    panel.kernel.run(f"state = {saved!r}; state['rows'][0]['muted'] = False; panel.state = state; panel.wait()")
+    assert panel.value("[(l, o.scale) for l, o in lab.export_steering_spec()]") == [(4, 2.0), (5, 2.0)]
+
+
+def test_the_keyboard_moves_a_slider_and_a_double_click_takes_it_back(panel: Panel) -> None:
+    slider = panel.slider()
+    slider.focus()
+    for key in ["ArrowRight", "ArrowRight", "ArrowRight", "Shift+ArrowRight"]:
+        panel.page.keyboard.press(key)
+    expect(slider).to_have_attribute("aria-valuenow", "0.13")
+    panel.answered()
+    for _ in range(60):
+        panel.page.keyboard.press("Shift+ArrowRight")
+    expect(slider).to_have_attribute("data-level", "extreme")
+    expect(slider).to_have_attribute("aria-valuetext", "dose 2, extreme")
+    slider.dblclick()
+    expect(slider).to_have_attribute("aria-valuenow", "0")
+    expect(panel.number("raw scale of formal")).to_have_value("0")
+
+
+def test_a_cap_has_two_handles_and_says_what_it_clips(panel: Panel) -> None:
+    panel.ask()
+    panel.settled()
+    panel.row().get_by_role("combobox", name="operation of formal").select_option("cap")
+    expect(panel.slider("min of formal")).to_be_visible()
+    panel.number("upper bound of formal").fill("1")
+    panel.number("upper bound of formal").press("Enter")
+    expect(panel.row().locator(".cl-note")).to_have_text(re.compile(r"\d+ of \d+ clipped"))
+    panel.slider("min of formal").press("Shift+ArrowRight")
+    panel.settled()
+    panel.kernel.run("panel.wait()")
+    low, high, clipped, of = panel.value("(*[panel.rows[0][k] for k in ('min', 'max')], *panel.rows[0]['clipped'])")
+    assert low < 0 < high == 1
+    found = panel.value(
+        "[r.projection('formal')[r.layers.index(15)][1:].tolist() for r in "
+        "(panel._runner.answers[s].readings for s in ('baseline', 'steered'))]"
+    )
+    assert (clipped, of) == (sum(not low <= each <= high for each in found[0]), len(found[0]))
+    assert clipped > 0
+    assert max(found[1]) <= high + 1e-3
+    assert min(found[1]) >= low - 1e-3
+
+
+def test_a_turn_is_edited_and_an_answer_drawn_again(panel: Panel) -> None:
+    panel.ask("Name a river.")
+    panel.settled()
+    panel.ask("And another?")
+    panel.settled()
+    assert [each["user"] for each in panel.value("panel.state['turns']")] == ["Name a river.", "And another?"]
+    assert panel.value("panel.state['turns'][0]['baseline']") is not None
+    panel.pane().locator(".cl-message[data-role=user]").first.hover()
+    panel.button("edit message 1 (steered)").click()
+    panel.root.get_by_role("textbox", name="new text of message 1 (steered)").fill("Tell me about rivers.")
+    panel.button("save").click()
+    panel.settled()
+    expect(panel.pane("baseline").locator(".cl-message[data-role=user] .cl-text")).to_have_text(
+        ["Tell me about rivers."]
+    )
+    assert panel.answer("baseline").inner_text() == chat(panel.kernel, steering="SteeringSpec.none()")
+    panel.button("regenerate").click()
+    expect(panel.number("seed")).to_have_value("8")
+    panel.settled()
+    expect(panel.root.locator(".cl-receipt-text")).to_contain_text("seed 8")
+
+
+def test_a_direction_is_built_from_contrasting_texts(panel: Panel) -> None:
+    panel.root.get_by_text("from contrasting texts").click()
+    panel.root.get_by_role("textbox", name="name of the direction").fill("sea")
+    sea = [
+        "The waves rolled under the ship.",
+        "Salt and seagulls filled the harbour.",
+        "Whales sang in the sea.",
+        "The tide came in.",
+    ]
+    office = [
+        "The manager opened the spreadsheet.",
+        "Coffee and printers filled the office.",
+        "Computers hummed.",
+        "The invoice came in.",
+    ]
+    panel.root.get_by_role("textbox", name="texts that have it, one a line").fill("\n".join(sea))
+    panel.root.get_by_role("textbox", name="texts that do not have it, one a line").fill("\n".join(office))
+    panel.button("build").click()
+    expect(panel.row("sea")).to_be_visible()
+    assert panel.value("(lab.vectors['sea'].method, len(lab.vectors['sea'].layers))") == ("difference of means", 30)
+    layer = panel.value("lab.vectors['sea'].best_layer().layer")
+    expect(panel.row("sea").locator(".cl-layers-text")).to_have_text(str(layer))
+    panel.drag(0.3, "dose of sea")
+    panel.answered()
+    panel.kernel.run("panel.wait()")
+    vectors = "[float(o.vector.norm()) for l, o in lab.export_steering_spec() if o.scale]"
+    assert panel.value(vectors) == [pytest.approx(1, abs=1e-5)]
+
+
+def test_the_code_gives_the_answer_again(panel: Panel) -> None:
+    panel.ask()
+    panel.settled()
+    panel.drag(0.35)
+    panel.settled()
+    panel.root.get_by_text("code", exact=True).click()
+    code = panel.root.locator(".cl-code").inner_text()
+    assert "AddSpec(formal, " in code
+    assert panel.kernel.run(code) == panel.answer().inner_text() + "\n"

@@ -1,0 +1,44 @@
+"""The sweep panel, and that nothing outside is asked for."""
+
+from __future__ import annotations
+
+from playwright.sync_api import Page, expect
+
+from tests.panels.browser.jupyter import Kernel
+from tests.panels.browser.page import Panel, picture
+
+
+def test_the_sweep_fills_while_it_runs_and_a_click_shows_the_text(page: Page, kernel: Kernel) -> None:
+    doses = [-0.5, 0.25, 0.5, 2.0]
+    kernel.run("lab.clear(); lab.vectors['formal'] = formal")
+    kernel.run(f"sweep = lab.sweep_panel(vector='formal', layers=[5, 15, 25], doses={doses}, max_tokens=12)")
+    sweep = Panel(page, kernel, cell=2)
+    sweep.show()
+    sweep.button("run").click()
+    cells = sweep.root.locator(".cl-grid-cell[role=button]")
+    expect(cells).to_have_count(12)
+    expect(sweep.status).to_have_attribute("data-status", "done")
+    rows = {(row["layer"], row["dose"]): row for row in kernel.value("sweep.cells")}
+    assert len(rows) == 12
+    frame = kernel.value("sweep.frame[['layer', 'dose', 'text']].to_dict('records')")
+    for each in frame:
+        assert (
+            rows[each["layer"], min((-0.5, 0.25, 0.5, 2.0), key=lambda dose: abs(dose - each["dose"]))]["text"]
+            == each["text"]
+        )
+    sweep.root.locator(".cl-grid-cell[data-layer='15'][data-dose='0.5']").click()
+    expect(sweep.root.locator(".cl-chosen-text")).to_have_text(rows[15, 0.5]["text"])
+    sweep.root.locator(".cl-grid-cell[data-layer='5'][data-dose='0.25']").press("Enter")
+    expect(sweep.root.locator(".cl-chosen-text")).to_have_text(rows[5, 0.25]["text"])
+    broken = sweep.root.locator(".cl-grid-cell[data-broken=true]").count()
+    assert broken == sum(row["broken"] for row in rows.values())
+    assert sweep.root.locator("rect.cl-hatch").count() == broken
+    picture(sweep, "sweep")
+    kernel.run("sweep.state = {'layers': list(range(30)), 'max_tokens': 200}; sweep.start()")
+    expect(sweep.status).to_have_attribute("data-status", "running")
+    sweep.button("stop").click()
+    expect(sweep.status).to_have_attribute("data-status", "stopped")
+
+
+def test_nothing_outside_is_asked_for(panel: Panel, hosts: set[str]) -> None:
+    assert {host.split(":")[0] for host in hosts if host} == {"127.0.0.1"}
