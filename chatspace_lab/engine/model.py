@@ -5,17 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from chatspace_lab.capture import CaptureHandle
 from chatspace_lab.chat import ChatResponse
 from chatspace_lab.engine.client import EngineClient, ModelFacts, Observer
 from chatspace_lab.engine.config import VLLMSteeringConfig
-from chatspace_lab.engine.requests import (
-    Ask,
-    Steering,
-    prompts_from,
-)
+from chatspace_lab.engine.requests import Ask, Steering, prompts_from
 from chatspace_lab.engine.serving import RequestMethods
 from chatspace_lab.engine.state import SessionSteering
 from chatspace_lab.engine.steering_methods import SessionSteeringMethods
@@ -26,9 +22,6 @@ from chatspace_lab.steering.directions import DirectionSet
 from chatspace_lab.steering.program import check_layer
 from chatspace_lab.steering.specs import SteeringSpec
 from chatspace_lab.steering.where import Where
-
-if TYPE_CHECKING:
-    pass
 
 
 class VLLMSteerModel(RequestMethods, SessionSteeringMethods):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ def made() -> Runtime:
     return Runtime(tables, store, backend, captures=True)
 
 
-def payload(chance: random.Random, key: str) -> dict[str, object]:
+def payload(chance: random.Random, key: str) -> dict[str, Any]:
     ops = [(layer, wire.ADD, chance.randrange(4), chance.uniform(-1, 1), 0.0) for layer in range(LAYERS)]
     spans = [[0, -1], [0, 5], [7, -1], [3, 9, 20, 90]]
     return {
