@@ -40,6 +40,7 @@ def write(folder: Path, state: Mapping[str, Any], vectors: Mapping[str, Any]) ->
     SessionError
         If the folder cannot be written.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     used = {row["vector"] for row in state["rows"]} | {state["view"]["direction"]}
@@ -58,7 +59,7 @@ def write(folder: Path, state: Mapping[str, Any], vectors: Mapping[str, Any]) ->
         (folder / f"{STATE}.new").write_text(json.dumps({"state": state, "vectors": named}, indent=1))
         for name in (VECTORS, STATE):
             (folder / f"{name}.new").replace(folder / name)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise SessionError(f"cannot write to {folder}: {error}") from error
 
 

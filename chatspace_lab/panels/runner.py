@@ -119,9 +119,13 @@ class Runner:
         self.status = "idle"
         self._quiet.set()
         self._baseline = None
-        for answer in self.answers.values():
+        for side in list(self.answers):
+            self._drop(side)
+
+    def _drop(self, side: str) -> None:
+        answer = self.answers.pop(side, None)
+        if answer is not None:
             answer.handle.close()
-        self.answers.clear()
 
     # -- told of every request, as an observer: a token is shown before its numbers are read ---------------------------
 
@@ -166,6 +170,7 @@ class Runner:
         if before is not None:
             await asyncio.wait([before])  # the engine has let go of it
         begun = time.perf_counter()
+        sides: tuple[str, ...] = ("steered",)
         try:
             asked = self._ask(number)
             key = asked.baseline_key()
@@ -183,7 +188,9 @@ class Runner:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, the user must see it
             if number == self.number:
-                self._set("failed", error=error)
+                for side in sides:  # what is there answers something else, and stands for nothing any more
+                    self._drop(side)
+                self._set("failed", error=error, sides=sides)
             return
         if number == self.number:
             self._baseline = key

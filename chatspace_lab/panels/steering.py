@@ -12,7 +12,7 @@ import traitlets
 from chatspace_lab.errors import RequestError
 from chatspace_lab.panels import keeping, stills
 from chatspace_lab.panels.answers import Answer
-from chatspace_lab.panels.asked import Asked, Sampling, check_view, layers_to_read, turns_from
+from chatspace_lab.panels.asked import Asked, Sampling, check_view, conversation, layers_to_read, turns_from
 from chatspace_lab.panels.base import Panel, sentence, static
 from chatspace_lab.panels.doses import shown_row
 from chatspace_lab.panels.pieces import Pieces
@@ -84,8 +84,7 @@ class SteeringPanel(Panel):
         self._norms: dict[int, float] = dict(lab.norms)
         self._measured: Answer | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        middle = lab.layer_count // 2
-        view = {"layers": [middle], "direction": None, "plot": "projection", "pinned": None}
+        view = {"layers": [lab.layer_count // 2], "direction": None, "plot": "projection", "pinned": None}
         super().__init__(
             lab,
             draft=DEFAULT_PROMPT if prompt is None else prompt,
@@ -198,8 +197,7 @@ class SteeringPanel(Panel):
             rows = self._book.rows if "rows" not in new else rows_from(new["rows"])
             self._book.check(rows, new.get("where", self._book.where))
             self._talk.sampling, self._talk.system = sampling, new.get("system", self._talk.system)
-            if turns is not None:
-                self._talk.turns = turns
+            self._talk.turns = self._talk.turns if turns is None else turns
             if "view" in new:
                 self.view = {**self.view, **new["view"]}
             self._book.replace(rows, new.get("where"))
@@ -331,8 +329,7 @@ class SteeringPanel(Panel):
 
     async def _measure(self) -> None:
         if not self._talk.turns and self.draft.strip():
-            system = [] if self._talk.system is None else [{"role": "system", "content": self._talk.system}]
-            await self._lab.aio.measure([*system, {"role": "user", "content": self.draft}])
+            await self._lab.aio.measure(conversation(self._talk.system, turns_from([{"user": self.draft}]), "baseline"))
             self._norms = dict(self._lab.aio.norms)
             self._draw()
 
@@ -354,13 +351,12 @@ class SteeringPanel(Panel):
         if "error" in facts:
             self._show_error(facts["error"])
             run["error"] = sentence(facts["error"])
+            run["sides"] = list(facts["sides"])
         if "seconds" in facts and "steered" in self._runner.answers:
-            run["receipt"] = receipt(self._runner.answers, facts["seconds"], self._lab, self._norms, self._lab_name())
+            name = name_in_notebook(self._lab) or "lab"
+            run["receipt"] = receipt(self._runner.answers, facts["seconds"], self._lab, self._norms, name)
             self._draw()  # what caps have clipped is known now
         self.run = run
-
-    def _lab_name(self) -> str:
-        return name_in_notebook(self._lab) or "lab"
 
     def _show(self, side: str, answer: Answer) -> None:
         direction = self.view.get("direction")
@@ -376,7 +372,7 @@ class SteeringPanel(Panel):
         check_view(view, self._lab.layer_count)
         before, self._looked_at = self._looked_at, dict(view)
         name = view.get("direction")
-        if name == before.get("direction") or name is None:
+        if name in (None, before.get("direction")):
             return
         if name not in self._lab.vectors:
             found = variables(self._lab.hidden_size).get(name)

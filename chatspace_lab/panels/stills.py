@@ -12,6 +12,12 @@ from chatspace_lab.panels.pictures import Numbers, heatmap, largest, message_plo
 MAX_TINTED = 2000
 """Tokens that are tinted, the newest; earlier ones are plain text."""
 DIM = "color: #888888; font-size: 12px"
+NOT_MADE, NOT_ANSWERED = "given, not made here", "no answer"
+"""Said of earlier answers without values; the front end says the same."""
+TYPED = (
+    "white-space: pre-wrap; overflow-wrap: anywhere; word-break: normal; margin: 0; padding: 0; "
+    "background: transparent; font-family: inherit"
+)
 UNDER_WAY = ("waiting", "running")
 
 
@@ -107,9 +113,12 @@ def _side(side: str, shown: Mapping[str, Any], numbers: Numbers | None, layer: i
             start, end = band["start"] - answer["first"], band["end"] - answer["first"]
             if "".join(answer["texts"][start:end]) == message["content"]:
                 content = tokens(start, end)
-        made = turns[asked - 1].get("made", {}) if message["role"] == "assistant" and 0 < asked <= len(turns) else {}
+        note = ""
+        if message["role"] == "assistant" and 0 < asked <= len(turns):
+            turn = turns[asked - 1]
+            note = turn["made"].get(side, NOT_MADE if turn[side] is not None else NOT_ANSWERED)
         asked += message["role"] == "user"
-        parts.append(_message(message["role"], content, made.get(side, "")))
+        parts.append(_message(message["role"], content, note))
     start = max(answer["prompt"] - answer["first"], 0)
     note = (
         "" if answer["number"] == run["number"] or side == "baseline" else "an answer to other values than the panel's"
@@ -130,9 +139,8 @@ def _token(content: str, value: float, most: float) -> str:
 
 
 def _pre(content: str, *, dim: bool = False) -> str:
-    style = "white-space: pre-wrap; overflow-wrap: anywhere; word-break: normal; margin: 0; padding: 0; background: transparent; "
     # the first line's end would be taken for the element's own
-    return f"<pre style='{style}font-family: inherit{'; ' + DIM if dim else ''}'>\n{content}</pre>"
+    return f"<pre style='{TYPED}{'; ' + DIM if dim else ''}'>\n{content}</pre>"
 
 
 def sweep(mark: str, shown: Mapping[str, Any]) -> str:

@@ -2,7 +2,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 import { pixel, strength, tint } from "../src/lib/colours.js";
-import { bandMean, cosines, firstDifference, fromHalf, generated, largest, notAnswered, numbersOf, perMessage, unpack } from "../src/lib/numbers.js";
+import { bandMean, cosines, firstDifference, fromHalf, generated, largest, madeWith, notAnswered, numbersOf, perMessage, unpack } from "../src/lib/numbers.js";
 import { fraction, keyMove, levelOf, ranges, short, ticks, valueAt, withRange } from "../src/lib/scales.js";
 import { cellAt, dosesFrom, mostEffect } from "../src/lib/sweeps.js";
 
@@ -118,4 +118,11 @@ test("the colour of a sweep is scaled by answers that hold together", () => {
   assert.equal(mostEffect([broken]), 90);
   assert.equal(cellAt([cell, broken], 1, 1), broken);
   assert.equal(cellAt([cell], 2, 0.5), null);
+});
+
+test("an earlier answer says its own values, or that it has none", () => {
+  const turn = { user: "a", baseline: "b", steered: null, made: { baseline: "not steered · seed 7 · T 0" } };
+  assert.equal(madeWith(turn, "baseline"), "not steered · seed 7 · T 0");
+  assert.equal(madeWith(turn, "steered"), "no answer");
+  assert.equal(madeWith({ ...turn, steered: "c" }, "steered"), "given, not made here");
 });

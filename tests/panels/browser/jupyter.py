@@ -30,6 +30,8 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
+COMMS = "@jupyterlab/apputils-extension/kernels-settings.jupyterlab-settings"
+"""Whether the messages of widgets go beside cells (ipykernel 7), or queue up behind them (ipykernel 6)."""
 SETTINGS = {
     "@jupyter-widgets/jupyterlab-manager/plugin.jupyterlab-settings": {"saveState": True},
     "@jupyterlab/apputils-extension/notification.jupyterlab-settings": {
@@ -71,9 +73,7 @@ class Server:
         self.root.mkdir(parents=True)
         self._runtime.mkdir()
         for name, content in SETTINGS.items():
-            path = folder / "settings" / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(content))
+            self.set(name, content)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -128,6 +128,12 @@ class Server:
         """Put a notebook there."""
         (self.root / name).write_text(json.dumps(content))
 
+    def set(self, name: str, content: dict[str, Any]) -> None:
+        """Write settings of the user, which pages read when they are loaded."""
+        path = self.folder / "settings" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content))
+
     def kernel(self, name: str) -> Kernel:
         """Connect to the kernel of an open notebook."""
         deadline = time.monotonic() + 60
@@ -160,9 +166,20 @@ class Kernel:
         self._client.start_channels()
         self._client.wait_for_ready(timeout=60)
 
+    def start(self, code: str) -> str:
+        """Let a cell begin, and return what :meth:`finish` takes."""
+        name = str(self._client.execute(code))
+        while True:
+            message = self._client.get_iopub_msg(timeout=60)
+            if message["msg_type"] == "execute_input" and message["parent_header"].get("msg_id") == name:
+                return name
+
     def run(self, code: str, timeout_s: float = 120) -> str:
         """Run a cell that must not fail, and return what it printed."""
-        name = self._client.execute(code)
+        return self.finish(self._client.execute(code), timeout_s, code)
+
+    def finish(self, name: str, timeout_s: float = 120, code: str = "") -> str:
+        """Wait until a cell that must not fail has ended, and return what it printed."""
         printed, deadline = [], time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             try:

@@ -137,8 +137,39 @@ class Panel:
     def tab(self, name: str) -> Locator:
         return self.root.get_by_role("tab", name=name, exact=True)
 
+    def cell(self, index: int) -> Cell:
+        """Return a cell of the notebook that it is in."""
+        return Cell(self.page, index)
+
     def value(self, expression: str) -> Any:
         return self.kernel.value(expression)
+
+
+class Cell:
+    """A cell of the notebook, as hands use it."""
+
+    def __init__(self, page: Page, index: int) -> None:
+        self._page, self._root = page, page.locator(".jp-CodeCell").nth(index)
+
+    def type(self, text: str) -> None:
+        """Write this in place of what is there."""
+        self._root.locator(".cm-content").click()
+        self._page.keyboard.press("Control+A")
+        self._page.keyboard.insert_text(text)
+
+    def run(self) -> str:
+        """Run it, and return what it printed."""
+        command(self._page, "notebook:clear-cell-output")
+        self._page.keyboard.press("Shift+Enter")
+        printed = self._root.locator(".jp-OutputArea-output pre")
+        expect(printed).to_have_count(1)
+        return printed.text_content() or ""
+
+
+def save(page: Page) -> None:
+    """Save the notebook."""
+    command(page, "docmanager:save")
+    expect(page.locator(".jp-mod-dirty")).to_have_count(0)
 
 
 def command(page: Page, name: str, **arguments: Any) -> None:

@@ -18,15 +18,14 @@ from nbformat.sign import NotebookNotary
 from playwright.sync_api import Locator, Page, expect
 
 from tests.panels.browser.jupyter import Server
-from tests.panels.browser.page import Panel, command, picture, tints
+from tests.panels.browser.page import Panel, command, picture, save, tints
 
 ODD = "<think>a</think> </script> &amp; $x$ <b>bold</b> <img src=x onerror=alert(1)>"
 
 
 def saved(page: Page, server: Server) -> Any:
     """Save the notebook in the page and return it."""
-    command(page, "docmanager:save")
-    expect(page.locator(".jp-mod-dirty")).to_have_count(0)
+    save(page)
     return nbformat.read(server.root / "panels.ipynb", 4)
 
 

@@ -7,7 +7,7 @@ import statistics
 
 from playwright.sync_api import expect
 
-from tests.panels.browser.page import Panel, chat, command, picture, tints
+from tests.panels.browser.page import Panel, chat, command, picture, save, tints
 
 
 def test_two_views_and_a_reloaded_page_show_the_same(panel: Panel) -> None:
@@ -24,8 +24,7 @@ def test_two_views_and_a_reloaded_page_show_the_same(panel: Panel) -> None:
     expect(panel.slider()).to_have_attribute("aria-valuenow", "-0.2")
     expect(panel.answer()).to_have_text(panel.value("panel.steered['text']"))
     shown = (panel.answer().inner_text(), panel.answer("baseline").inner_text(), tints(panel))
-    command(panel.page, "docmanager:save")
-    expect(panel.page.locator(".jp-mod-dirty")).to_have_count(0)
+    save(panel.page)
     panel.page.reload()
     expect(panel.answer()).to_have_text(shown[0])
     assert (panel.answer().inner_text(), panel.answer("baseline").inner_text(), tints(panel)) == shown

@@ -31,8 +31,8 @@ def test_a_thousand_tokens_are_tinted_anew_within_50_ms(panel: Panel) -> None:
         )
         for layer in (3, 27, 9, 21, 12)
     ]
-    print(f"re-tint of {panel.root.locator('.cl-token').count()} tokens: {min(times):.1f} ms at best of {times}")
-    assert min(times) < 50
+    print(f"re-tint of {panel.root.locator('.cl-token').count()} tokens: {[round(each, 1) for each in times]} ms")
+    assert statistics.median(times) < 50
 
 
 def test_a_slider_answers_the_hand_within_a_frame(panel: Panel) -> None:
@@ -64,15 +64,13 @@ def test_a_slider_answers_the_hand_within_a_frame(panel: Panel) -> None:
 
 FIRST_TOKEN = """
 import time
-def first_token(at, **capture):
+def first_token(at):
     begun = time.perf_counter()
     stream = lab.stream_chat([{"role": "user", "content": "Tell me about rivers."}], temperature=0.0, max_tokens=16,
-        seed=7, steering=SteeringSpec.at(15, AddSpec(formal, 0.001 * at)), **capture)
+        seed=7, steering=SteeringSpec.at(15, AddSpec(formal, 0.001 * at)))
     with stream:
         next(stream)
         taken = time.perf_counter() - begun
-    if stream.handle is not None:
-        stream.handle.close()
     return 1000 * taken
 """
 LET_GO = """(handle, dose) => new Promise(resolve => {
@@ -102,18 +100,18 @@ def test_the_first_steered_token_comes_about_as_soon_as_without_a_panel(panel: P
     panel.ask()
     panel.settled()
     plain, shown = list[float](), list[float]()
-    cap, capread = [], []
-    for at in range(1, 10):
+
+    def without(at: int) -> None:
         plain.append(panel.value(f"first_token({at})"))
+
+    def within(at: int) -> None:
         shown.append(panel.slider().evaluate(LET_GO, 0.1 * at))
         panel.settled()
-        cap.append(panel.value(f"first_token({at}.5, capture_layers=range(30))"))
-        capread.append(
-            panel.value(
-                f"first_token({at}.7, capture_layers=range(30), read_layers=range(30), directions={{'formal': formal}})"
-            )
-        )
-    print("cap", [round(x) for x in cap], "capread", [round(x) for x in capread])
+
+    for at in range(1, 11):  # in turns, and each as often before the other as after it
+        for measure in (without, within) if at % 2 else (within, without):
+            measure(at)
     middle = statistics.median(plain), statistics.median(shown)
-    print(f"first token: {middle[0]:.0f} ms without a panel, {middle[1]:.0f} ms in the page; {plain} {shown}")
+    print(f"first token: {middle[0]:.0f} ms without a panel, {middle[1]:.0f} ms in the page")
+    print([round(each) for each in plain], [round(each) for each in shown])
     assert middle[1] < 1.5 * middle[0]

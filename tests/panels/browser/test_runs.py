@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.panels.browser.jupyter import Kernel
-from tests.panels.browser.page import Panel, chat, picture
+from tests.panels.browser.jupyter import COMMS, Kernel, Server
+from tests.panels.browser.page import Panel, chat, picture, save
 
 
 def test_what_was_asked_before_the_panel_is_displayed_is_shown(page: Page, kernel: Kernel) -> None:
@@ -233,12 +236,117 @@ def test_a_direction_is_built_from_contrasting_texts(panel: Panel) -> None:
     assert panel.value(vectors) == [pytest.approx(1, abs=1e-5)]
 
 
-def test_the_code_gives_the_answer_again(panel: Panel) -> None:
+def test_the_code_is_copied_and_gives_the_answer_again(panel: Panel) -> None:
     panel.ask()
     panel.settled()
     panel.drag(0.35)
     panel.settled()
-    panel.root.get_by_text("code", exact=True).click()
-    code = panel.root.locator(".cl-code").inner_text()
-    assert "AddSpec(formal, " in code
-    assert panel.kernel.run(code) == panel.answer().inner_text() + "\n"
+    text = panel.answer().text_content() or ""
+    panel.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    panel.button("copy as code").click()
+    expect(panel.root.get_by_role("button", name="copied", exact=True)).to_be_visible()
+    copied = panel.page.evaluate("navigator.clipboard.readText()")
+    assert "AddSpec(formal, " in copied
+    cell = panel.cell(3)
+    cell.type("")
+    panel.page.keyboard.press("Control+V")
+    assert cell.run() == text + "\n"
+
+
+def test_another_cell_runs_while_the_panel_streams(panel: Panel) -> None:
+    panel.kernel.run("panel.state = {'sampling': {'max_tokens': 1500}, 'rows': []}; panel.wait()")
+    panel.ask("Write a long story about a river and the people who live beside it.")
+    expect(panel.token(60)).to_be_visible()
+    cell = panel.cell(3)
+    cell.type("print(6 * 7, panel.run['status'])")
+    assert cell.run() == "42 running\n"
+    count = panel.pane().locator(".cl-token").count()
+    expect(panel.token(count + 20)).to_be_visible()
+    panel.button("stop").click()
+    panel.settled("stopped")
+
+
+@contextmanager
+def blocked(panel: Panel, folder: Path) -> Iterator[None]:
+    """While this goes, a cell blocks the kernel."""
+    go = folder / "go"
+    cell = panel.kernel.start(f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.05)")
+    try:
+        yield
+    finally:
+        go.touch()
+        panel.kernel.finish(cell)
+
+
+def test_the_panel_answers_while_a_cell_blocks_the_kernel(panel: Panel, tmp_path: Path) -> None:
+    """JupyterLab and ipykernel 7 bring messages of widgets to the kernel beside its cells."""
+    panel.ask()
+    panel.settled()
+    before = panel.answer().text_content()
+    with blocked(panel, tmp_path):
+        panel.drag(0.4)
+        assert panel.slider().get_attribute("aria-valuenow") == "0.4"
+        panel.settled()
+        shown = panel.answer().text_content()
+    assert shown != before
+    assert shown == chat(panel.kernel)
+
+
+def test_a_slider_follows_the_hand_while_messages_queue_up(panel: Panel, server: Server, tmp_path: Path) -> None:
+    """As with ipykernel 6: the kernel hears of the slider when its cell has ended."""
+    save(panel.page)
+    server.set(COMMS, {"commsOverSubshells": "disabled"})
+    panel.page.reload()
+    panel.ask()
+    panel.settled()
+    before = panel.answer().text_content()
+    with blocked(panel, tmp_path):
+        for dose in (0.4, -0.3):
+            panel.drag(dose)
+            assert panel.slider().get_attribute("aria-valuenow") == str(dose)
+            assert panel.number("exact dose of formal").input_value() == str(dose)
+            expect(panel.status).to_have_attribute("data-status", "waiting")
+            expect(panel.pane()).to_have_class(re.compile("cl-stale"))  # greyed, never blank
+            assert panel.answer().text_content() == before
+            assert panel.status.get_attribute("data-pending") != "0"
+    panel.settled()
+    panel.kernel.run("panel.wait(60)")
+    assert panel.slider().get_attribute("aria-valuenow") == "-0.3"
+    assert panel.value("panel.steered['rows'][0]['scale'] * panel.rows[0]['unit']") == pytest.approx(-0.3, abs=1e-6)
+    assert panel.answer().text_content() == panel.value("panel.steered['text']") == chat(panel.kernel)
+    expect(panel.pane()).not_to_have_class(re.compile("cl-stale"))
+    server.set(COMMS, {})
+    panel.page.reload()
+
+
+def test_earlier_answers_keep_the_values_that_they_were_made_with(panel: Panel) -> None:
+    panel.ask()
+    panel.settled()
+    panel.drag(0.4)
+    panel.settled()
+    scale = panel.value("panel.rows[0]['scale']")
+    first = {side: panel.answer(side).text_content() for side in ("baseline", "steered")}
+    panel.ask("And lakes?")
+    panel.settled()
+    panel.drag(-0.2)
+    panel.settled()
+    notes = {
+        "baseline": "not steered · seed 7 · T 0",
+        "steered": f"add {scale:.3g}·formal @ 15 · dose 0.4 · seed 7 · T 0",
+    }
+    for side, note in notes.items():
+        earlier = panel.pane(side).locator(".cl-message[data-role=assistant]").first
+        assert earlier.locator(".cl-text").text_content() == first[side]
+        expect(earlier.locator(".cl-made")).to_have_text(note)
+        messages = panel.value(f"panel._runner.answers[{side!r}].asked.messages({side!r})")
+        assert [each["content"] for each in messages] == ["Tell me about rivers.", first[side], "And lakes?"]
+    assert panel.value("panel.state['turns'][0]['made']") == notes
+    expect(panel.root.locator(".cl-receipt-text")).to_contain_text(re.compile(r"^add -.*·formal @ 15"))
+    # an answer that never came is none, and the one before it does not stand for it
+    panel.kernel.run("panel.state = {'sampling': {'max_tokens': 4000}}")
+    panel.settled("failed")
+    panel.number("most tokens of an answer").fill("12")
+    panel.ask("And seas?")
+    panel.settled()
+    expect(panel.pane().locator(".cl-made").nth(1)).to_have_text("no answer")
+    assert panel.value("[each['steered'] is None for each in panel.state['turns']]") == [False, True, True]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 from playwright.sync_api import Page, expect
 
 from tests.panels.browser.jupyter import Kernel
-from tests.panels.browser.page import Panel, picture
+from tests.panels.browser.page import RIVERS, Panel, picture
 
 
 def test_the_sweep_fills_while_it_runs_and_a_click_shows_the_text(page: Page, kernel: Kernel) -> None:
@@ -38,6 +40,36 @@ def test_the_sweep_fills_while_it_runs_and_a_click_shows_the_text(page: Page, ke
     expect(sweep.status).to_have_attribute("data-status", "running")
     sweep.button("stop").click()
     expect(sweep.status).to_have_attribute("data-status", "stopped")
+
+
+def test_a_sweep_of_ablations_is_the_sessions_own_and_a_new_plan_is_not_yet_its_grid(
+    page: Page, kernel: Kernel
+) -> None:
+    kernel.run("lab.clear(); lab.vectors['formal'] = formal")
+    kernel.run("sweep = lab.sweep_panel(vector='formal', layers=[5, 15], max_tokens=12)")
+    sweep = Panel(page, kernel, cell=2)
+    sweep.cell(2).type("sweep")
+    page.keyboard.press("Shift+Enter")
+    sweep.root.get_by_role("combobox", name="operation", exact=True).select_option("ablate")
+    doses = sweep.root.get_by_role("textbox", name="doses, with commas between")
+    expect(doses).to_have_value("0, 0.5")
+    sweep.button("run").click()
+    cells = sweep.root.locator(".cl-grid-cell[role=button]")
+    expect(cells).to_have_count(4)
+    expect(sweep.status).to_have_attribute("data-status", "done")
+    kernel.run(
+        f"frame = lab.sweep({RIVERS}, [5, 15], formal, [0.0, 0.5], operation='ablate', read_layer=28, max_tokens=12,"
+        " seed=7)"
+    )
+    wanted = kernel.value("frame[['layer', 'scale', 'text']].values.tolist()")
+    found = [[each["layer"], each["dose"], each["text"]] for each in kernel.value("sweep.cells")]
+    assert found == wanted
+    expect(sweep.root.locator(".cl-grid-box")).not_to_have_class(re.compile("cl-stale"))
+    doses.fill("0.25")
+    doses.press("Enter")
+    expect(sweep.root.locator(".cl-grid-box")).to_have_class(re.compile("cl-stale"))
+    expect(cells).to_have_count(4)
+    expect(sweep.root.get_by_role("button", name=re.compile("^layer 15, keep 0: effect"))).to_be_visible()
 
 
 def test_nothing_outside_is_asked_for(panel: Panel, hosts: set[str]) -> None:

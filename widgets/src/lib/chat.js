@@ -2,7 +2,7 @@
 
 import { tint } from "./colours.js";
 import { fill, h, write } from "./dom.js";
-import { notAnswered } from "./numbers.js";
+import { madeWith, notAnswered } from "./numbers.js";
 
 /** @typedef {import("../types").Answer} Answer */
 /** @typedef {import("../types").Turn} Turn */
@@ -84,7 +84,7 @@ export function chatPane(side, calls) {
         rows.push(row);
         turn += 1;
       } else {
-        const made = message.role === "assistant" ? turns[turn - 1]?.made?.[side] ?? "made elsewhere" : null;
+        const made = message.role === "assistant" ? madeWith(turns[turn - 1], side) : null;
         rows.push(h("div", { class: "cl-message", "data-role": message.role }, h("span", { class: "cl-role" }, message.role), h("div", { class: "cl-text" }, ...content), made && h("div", { class: "cl-note cl-made" }, made)));
       }
     });

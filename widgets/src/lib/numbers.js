@@ -113,3 +113,8 @@ export function notAnswered(shown, users) {
   while (same < users.length && shown[same] === users[same]) same += 1;
   return users.slice(same);
 }
+
+/** With which values an earlier answer was made, in words. @param {import("../types").Turn | undefined} turn @param {string} side */
+export function madeWith(turn, side) {
+  return turn?.made[side] ?? (turn && turn[/** @type {"baseline" | "steered"} */ (side)] === null ? "no answer" : "given, not made here");
+}
