@@ -44,10 +44,14 @@ function render({ model, el }) {
   const layers = layerStrip({ label: "layers to sweep", count: facts.layers, changed: (chosen) => change({ layers: chosen }) });
   const doses = h("input", { type: "text", "aria-label": "doses, with commas between", size: 26 });
   const dosesName = h("span");
-  doses.addEventListener("change", () => {
+  const takeDoses = () => {
     const found = dosesFrom(doses.value);
     if (found) change({ doses: found });
     else doses.setAttribute("aria-invalid", "true");
+  };
+  doses.addEventListener("change", takeDoses);
+  doses.addEventListener("keydown", (event) => {
+    if (event.key === "Enter") takeDoses();
   });
   const read = h("select", { "aria-label": "layer where the effect is read" }, ...Array.from({ length: facts.layers }, (_, at) => h("option", { value: at }, at)));
   read.addEventListener("change", () => change({ read_layer: Number(read.value) }));
