@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import nbformat
 from playwright.sync_api import Locator, Page, expect
 
-from tests.panels.browser.jupyter import Kernel
+from tests.panels.browser.jupyter import Kernel, Server
 
 expect.set_options(timeout=60_000)
 
@@ -57,9 +58,9 @@ class Panel:
         self.page, self.kernel, self._cell = page, kernel, page.locator(".jp-CodeCell").nth(cell)
         self.root = self._cell.locator(".cl-panel")
 
-    def show(self) -> None:
-        """Run the cell, if it shows nothing yet."""
-        if not self.root.count():
+    def show(self, *, again: bool = False) -> None:
+        """Run the cell, if it shows nothing yet or another panel."""
+        if again or not self.root.count():
             self._cell.locator(".cm-content").click()
             self.page.keyboard.press("Shift+Enter")
         expect(self.root).to_be_visible()
@@ -94,6 +95,10 @@ class Panel:
 
     def pane(self, side: str = "steered") -> Locator:
         return self.root.locator(f".cl-{side}")
+
+    def still(self, side: str = "steered") -> Locator:
+        """The texts of a side in the output that stays in the notebook, in the order of the conversation."""
+        return kept(self._cell, side)
 
     def token(self, position: int, side: str = "steered") -> Locator:
         return self.pane(side).locator(f'.cl-token[data-position="{position}"]')
@@ -164,6 +169,17 @@ class Cell:
         printed = self._root.locator(".jp-OutputArea-output pre")
         expect(printed).to_have_count(1)
         return printed.text_content() or ""
+
+
+def kept(cell: Locator, side: str = "steered") -> Locator:
+    """Return the texts of a side in a cell's output without a widget."""
+    return cell.locator(f".cl-snapshot .cl-kept-{side} pre")
+
+
+def saved(page: Page, server: Server) -> Any:
+    """Save the notebook in the page and return it."""
+    save(page)
+    return nbformat.read(server.root / "panels.ipynb", 4)
 
 
 def save(page: Page) -> None:

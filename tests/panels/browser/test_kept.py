@@ -18,15 +18,9 @@ from nbformat.sign import NotebookNotary
 from playwright.sync_api import Locator, Page, expect
 
 from tests.panels.browser.jupyter import Server
-from tests.panels.browser.page import Panel, command, picture, save, tints
+from tests.panels.browser.page import OUTPUT, Panel, command, kept, picture, saved, tints
 
 ODD = "<think>a</think> </script> &amp; $x$ <b>bold</b> <img src=x onerror=alert(1)>"
-
-
-def saved(page: Page, server: Server) -> Any:
-    """Save the notebook in the page and return it."""
-    save(page)
-    return nbformat.read(server.root / "panels.ipynb", 4)
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +51,6 @@ def without_kernel(page: Page, reader: Server, content: Any, name: str, *, trust
         context.close()
 
 
-def still(cell: Locator, side: str = "steered") -> Locator:
-    """Return the texts of a side, in the order of the conversation."""
-    return cell.locator(f".cl-snapshot .cl-kept-{side} pre")
-
-
 def colours_of(tokens: Locator) -> list[list[float]]:
     """Return red, green, blue (0 to 255) and opacity (0 to 1) of the tokens that have a text and a colour."""
     found = tokens.evaluate_all(
@@ -78,10 +67,7 @@ def marks(image: Locator) -> int:
     return svg.count("h0")
 
 
-@pytest.mark.parametrize("trusted", [True, False])
-def test_without_a_kernel_texts_tints_and_plots_are_there(
-    panel: Panel, server: Server, reader: Server, trusted: bool
-) -> None:
+def test_without_a_kernel_texts_tints_and_plots_are_there(panel: Panel, server: Server, reader: Server) -> None:
     panel.ask()
     panel.settled()
     panel.drag(0.5)
@@ -91,41 +77,35 @@ def test_without_a_kernel_texts_tints_and_plots_are_there(
     panel.settled()
     last = {side: panel.answer(side).text_content() for side in ("steered", "baseline")}
     tinted = {side: colours_of(panel.pane(side).locator(".cl-token")) for side in last}
-    cell = panel.page.locator(".jp-CodeCell").first
-    expect(still(cell).last).to_have_text(last["steered"] or "")
-    expect(cell.locator(".cl-snapshot")).to_be_hidden()  # while the panel lives
-    name = "trusted" if trusted else "untrusted"
-    with without_kernel(panel.page, reader, saved(panel.page, server), name, trusted=trusted) as page:
-        cell = page.locator(".jp-CodeCell").first
-        expect(cell.locator(".cl-snapshot")).to_be_visible()
-        expect(page.locator(".cl-panel")).to_have_count(0)
-        assert [each.text_content() for each in still(cell).all()] == [
-            "Tell me about rivers.",
-            first,
-            ODD,
-            last["steered"],
-        ]
-        assert still(cell, "baseline").last.text_content() == last["baseline"]
-        assert cell.locator(".cl-snapshot :is(b, script, img:not([src^=data]), mjx-container)").count() == 0
-        expect(cell.locator(".cl-kept-steered")).to_contain_text(re.compile("add .*·formal @ 15 · dose 0.5 · seed 7"))
-        for side, colours in tinted.items():
-            shown = colours_of(cell.locator(f".cl-kept-{side} pre span"))
-            assert len(shown) == len(colours) > 20
-            assert np.abs(np.array(shown) - np.array(colours)).max() < 0.01
-        reds = [each for colours in tinted.values() for each in colours if each[0] > each[2]]
-        assert 0 < len(reds) < sum(map(len, tinted.values()))
-        plots = {image.get_attribute("alt"): image for image in cell.locator(".cl-snapshot img").all()}
-        assert list(plots) == [
-            "projection per token on formal", "mean activation norm per message",
-            "mean cosine to formal per message", "cosine to formal by layer and token",
-        ]  # fmt: skip
-        tokens = panel.value(
-            "sum(panel.run['status'] == 'done' and a['norm']['shape'][1] for a in (panel.baseline, panel.steered))"
-        )
-        assert marks(plots["projection per token on formal"]) == tokens
-        for image in plots.values():
-            marks(image)
-        cell.locator(".cl-snapshot").screenshot(path=f"test-output/panels/without_a_kernel_{name}.png")
+    reds = [each for colours in tinted.values() for each in colours if each[0] > each[2]]
+    assert 0 < len(reds) < sum(map(len, tinted.values()))
+    tokens = panel.value("sum(each['norm']['shape'][1] for each in (panel.baseline, panel.steered))")
+    expect(panel.still().last).to_have_text(last["steered"] or "")
+    expect(panel.still().last).to_be_hidden()  # while the panel lives
+    content = saved(panel.page, server)
+    for name in ("trusted", "untrusted"):
+        with without_kernel(panel.page, reader, content, name, trusted=name == "trusted") as page:
+            cell = page.locator(".jp-CodeCell").first
+            expect(cell.locator(".cl-snapshot")).to_be_visible()
+            expect(page.locator(".cl-panel")).to_have_count(0)
+            texts = [each.text_content() for each in kept(cell).all()]
+            assert texts == ["Tell me about rivers.", first, ODD, last["steered"]]
+            assert kept(cell, "baseline").last.text_content() == last["baseline"]
+            assert cell.locator(".cl-snapshot :is(b, script, img:not([src^=data]), mjx-container)").count() == 0
+            made = re.compile("add .*·formal @ 15 · dose 0.5 · seed 7")
+            expect(cell.locator(".cl-kept-steered")).to_contain_text(made)
+            for side, colours in tinted.items():
+                shown = colours_of(cell.locator(f".cl-kept-{side} pre span"))
+                assert len(shown) == len(colours) > 20
+                assert np.abs(np.array(shown) - np.array(colours)).max() < 0.01
+            plots = {image.get_attribute("alt"): marks(image) for image in cell.locator(".cl-snapshot img").all()}
+            assert plots == {
+                "projection per token on formal": tokens,
+                "mean activation norm per message": 0,
+                "mean cosine to formal per message": 0,
+                "cosine to formal by layer and token": 0,
+            }
+            cell.locator(".cl-snapshot").screenshot(path=OUTPUT / f"without_a_kernel_{name}.png")
 
 
 def test_a_trusted_copy_beside_a_fresh_kernel_shows_the_panel_itself(panel: Panel, server: Server) -> None:
@@ -163,7 +143,7 @@ def test_each_cell_keeps_one_output_however_it_displays_the_panel(panel: Panel, 
     panel.ask()
     panel.settled()
     text = panel.answer().text_content() or ""
-    expect(still(cell).last).to_have_text(text)
+    expect(kept(cell).last).to_have_text(text)
     for at in (0, 3):
         cell = saved(panel.page, server).cells[at]
         found = [each.data["text/html"] for each in cell.outputs if "text/html" in each.get("data", {})]
@@ -176,26 +156,11 @@ def test_each_cell_keeps_one_output_however_it_displays_the_panel(panel: Panel, 
     command(panel.page, "notebook:clear-cell-output")
 
 
-def test_a_page_that_was_reloaded_keeps_the_newest_answer(panel: Panel, server: Server) -> None:
-    panel.ask()
-    panel.settled()
-    saved(panel.page, server)
-    panel.page.reload()
-    expect(panel.answer()).to_be_visible()
-    panel.drag(0.6)
-    panel.settled()
-    text = panel.answer().text_content() or ""
-    cell = panel.page.locator(".jp-CodeCell").first
-    expect(still(cell).last).to_have_text(text)
-    kept = "".join(saved(panel.page, server).cells[0].outputs[-1].data["text/html"])
-    assert f">\n{text}</pre>" in re.sub("</?span[^>]*>", "", kept.replace("&#x27;", "'").replace("&quot;", '"'))
-
-
 def test_what_nbconvert_writes_shows_the_panels(panel: Panel, server: Server) -> None:
     panel.ask(ODD)
     panel.settled()
     text = panel.answer().text_content() or ""
-    expect(still(panel.page.locator(".jp-CodeCell").first).last).to_have_text(text)
+    expect(panel.still().last).to_have_text(text)
     page, _ = HTMLExporter().from_notebook_node(saved(panel.page, server))
     body = page[page.index("cl-kept-steered") :]
     assert "&lt;think&gt;a&lt;/think&gt; &lt;/script&gt; &amp;amp; $x$ &lt;b&gt;bold&lt;/b&gt;" in re.sub(
@@ -208,11 +173,10 @@ def test_the_sweep_is_there_without_a_kernel(panel: Panel, server: Server, reade
     kernel = panel.kernel
     kernel.run("sweep = lab.sweep_panel(vector='formal', layers=[5, 25], doses=[0.5, 3.0], max_tokens=12)")
     kernel.run("sweep.start(); sweep.wait(120)")
-    cell = panel.page.locator(".jp-CodeCell").nth(2)
-    cell.locator(".cm-content").click()
-    panel.page.keyboard.press("Shift+Enter")
-    expect(cell.locator(".cl-panel .cl-grid-cell[role=button]")).to_have_count(4)
-    expect(cell.locator(".cl-snapshot")).to_be_hidden()
+    shown = Panel(panel.page, kernel, cell=2)
+    shown.show(again=True)
+    expect(shown.root.locator(".cl-grid-cell[role=button]")).to_have_count(4)
+    expect(panel.page.locator(".jp-CodeCell").nth(2).locator(".cl-snapshot")).to_be_hidden()
     cells = {(each["layer"], each["dose"]): each for each in kernel.value("sweep.cells")}
     with without_kernel(panel.page, reader, saved(panel.page, server), "swept", trusted=False) as page:
         kept = page.locator(".jp-CodeCell").nth(2).locator(".cl-snapshot")
@@ -224,7 +188,7 @@ def test_the_sweep_is_there_without_a_kernel(panel: Panel, server: Server, reade
         assert any(re.match(r"rgba\((37, 99, 235|220, 38, 38)", each) for each in colours)
         assert kept.locator("details pre").count() == 4
         assert kept.locator("details pre").first.text_content() == cells[5, 0.5]["text"]
-        kept.screenshot(path="test-output/panels/sweep_without_a_kernel.png")
+        kept.screenshot(path=OUTPUT / "sweep_without_a_kernel.png")
 
 
 def test_the_panel_is_saved_and_says_where(panel: Panel, server: Server) -> None:

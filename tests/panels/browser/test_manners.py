@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import html
 import re
 import statistics
 
 from playwright.sync_api import expect
 
-from tests.panels.browser.page import Panel, chat, command, picture, save, tints
+from tests.panels.browser.jupyter import Server
+from tests.panels.browser.page import Panel, chat, command, picture, save, saved, tints
 
 
-def test_two_views_and_a_reloaded_page_show_the_same(panel: Panel) -> None:
+def test_two_views_and_a_reloaded_page_show_the_same(panel: Panel, server: Server) -> None:
     second = Panel(panel.page, panel.kernel, cell=1)
     second.show()
     panel.ask()
@@ -32,6 +34,14 @@ def test_two_views_and_a_reloaded_page_show_the_same(panel: Panel) -> None:
     panel.drag(0.4)
     panel.settled()
     assert panel.answer().inner_text() == chat(panel.kernel)
+    # what stays in the notebook follows too, though the page no longer knows of the display
+    text = panel.answer().text_content() or ""
+    for view in (panel, second):
+        expect(view.still().last).to_have_text(text)
+        expect(view.still().last).to_be_hidden()
+    for cell in saved(panel.page, server).cells[:2]:
+        [output] = [each.data["text/html"] for each in cell.outputs if "text/html" in each.data]
+        assert f">\n{html.escape(text)}</pre>" in re.sub("</?span[^>]*>", "", output)
 
 
 def luminance(panel: Panel, what: str) -> float:
