@@ -93,4 +93,10 @@ def test_texts_appear_as_typed(panel: Panel) -> None:
     turns = [{"user": "x", "baseline": odd, "steered": odd}, {"user": "y"}]
     panel.kernel.run(f"panel.state = {{'turns': {turns!r}}}; panel.wait()")
     expect(panel.pane().locator(".cl-message[data-role=assistant] .cl-text").first).to_have_text(odd)
-    assert panel.root.locator("img, b, script").count() == 0
+    name = "<b>x</b> & $y$"
+    panel.kernel.run(f"lab.vectors[{name!r}] = other; panel.add({name!r}, layers=[3], scale=1.0); panel.wait()")
+    expect(panel.row(name).locator(".cl-name")).to_have_text(name)
+    panel.kernel.run(f"panel.state = {{'view': {{'direction': {name!r}}}}}")
+    expect(panel.root.get_by_role("img", name=f"projection per token on {name}")).to_be_visible()
+    expect(panel.root.locator(".cl-receipt-text")).to_contain_text(f"add 1·{name} @ 3")
+    assert panel.root.locator("img, b, script, mjx-container").count() == 0
