@@ -88,7 +88,7 @@ def panel(page: Page, kernel: Kernel) -> Panel:
 panel.stop()
 lab.vectors.clear()
 lab.vectors.update(formal=formal, other=other)
-panel.error = ""
+panel.error = panel.saved = ""
 panel.state = {"rows": [{"vector": "formal", "layers": [15]}], "where": "all", "turns": [],
     "sampling": {"seed": 7, "temperature": 0.0, "max_tokens": 16},
     "view": {"layers": [15], "direction": "formal", "plot": "projection", "pinned": None}}
