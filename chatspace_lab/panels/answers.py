@@ -105,7 +105,8 @@ class Answer:
         ids = [*self._prompt, *self.token_ids]
         readings = self.readings
         count = len(readings) if readings is not None else 0
-        first = count - tokens_that_fit(len(self.asked.layers), count)
+        characters = sum(len(message["content"]) for message in self._messages)
+        first = count - tokens_that_fit(len(self.asked.layers), count, characters)
         shown: dict[str, Any] = {
             "number": self.asked.number,
             "rows": [row.plain() for row in self.asked.rows],

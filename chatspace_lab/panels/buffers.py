@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-MAX_BYTES = 120_000
-"""Of one array. A panel holds four, and with them stays far below 1 MiB also where bytes are written as text."""
+MAX_BYTES, MIN_BYTES = 120_000, 20_000
+"""Of one array. A panel holds four, and with them stays below 1 MiB also where bytes are written as text."""
 
 
 def pack(values: np.ndarray) -> dict[str, Any]:
@@ -36,6 +36,6 @@ def short(value: float | None) -> str:
     return "–" if value is None or not np.isfinite(value) else f"{value:.3g}"
 
 
-def tokens_that_fit(layers: int, tokens: int) -> int:
-    """Return how many tokens' values one array may hold, of ``tokens``."""
-    return min(tokens, MAX_BYTES // (2 * max(layers, 1)))
+def tokens_that_fit(layers: int, tokens: int, characters: int = 0) -> int:
+    """Return how many tokens' values one array may hold, of ``tokens``, beside texts of so many characters."""
+    return min(tokens, max(MAX_BYTES - characters, MIN_BYTES) // (2 * max(layers, 1)))

@@ -8,7 +8,7 @@ from typing import Any
 
 from chatspace_lab.errors import RequestError
 
-REST_S = 0.2
+REST_S = 0.05
 """The outputs follow when the panel has rested for so long."""
 UPDATE = "cl_still"
 """Name of the message with which a page is given a panel's newest output."""

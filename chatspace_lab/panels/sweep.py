@@ -24,6 +24,8 @@ POLL_S = 0.15
 """The grid is drawn at most this often."""
 VALUES = {"add": (-1.0, -0.5, -0.25, 0.25, 0.5, 1.0), "ablate": (0.0, 0.5)}
 """What is swept at first: doses that are added, or how much of the component is kept."""
+MAX_CHARACTERS = 200_000
+"""Of all texts of a grid in the page."""
 REPETITIVE = 0.5
 """An answer is called incoherent from this share of repeated 3-grams on, …"""
 PERPLEXING = 4.0
@@ -257,15 +259,22 @@ class SweepPanel(Panel):
         if len(frame):
             self.frame = frame
             value = "dose" if plan["operation"] == "add" else "scale"
-            self.cells = [cell_of(row, row[value], plan["doses"], reference) for row in frame.to_dict("records")]
+            most = MAX_CHARACTERS // (len(plan["layers"]) * len(plan["doses"]))
+            rows = frame.to_dict("records")
+            self.cells = [cell_of(row, row[value], plan["doses"], reference, most) for row in rows]
 
 
-def cell_of(row: dict[str, Any], value: float, doses: Sequence[float], reference: dict[str, Any]) -> dict[str, Any]:
+def cell_of(
+    row: dict[str, Any], value: float, doses: Sequence[float], reference: dict[str, Any], most: int = MAX_CHARACTERS
+) -> dict[str, Any]:
     """Return a run as the page shows it, at the one of ``doses`` that ``value`` is up to rounding.
+
+    Of its text the page has at most ``most`` characters, and says so.
 
     ``effect`` is the projection beside that of the unsteered answer; ``broken`` whether the answer has fallen apart, by
     repetition or by its perplexity under the unsteered model.
     """
+    text = row["text"]
     dose = min(doses, key=lambda each: abs(each - value))
     repetition, perplexity, usual = row["repetition"], row["perplexity"], reference["perplexity"]
     repetitive = not math.isnan(repetition) and repetition >= REPETITIVE
@@ -275,7 +284,7 @@ def cell_of(row: dict[str, Any], value: float, doses: Sequence[float], reference
         "layer": int(row["layer"]),
         "dose": dose,
         "scale": plain(row["scale"]),
-        "text": row["text"],
+        "text": text if len(text) <= most else f"{text[:most]} … (the whole is in the panel's frame)",
         "effect": plain(effect),
         "perplexity": plain(perplexity),
         "repetition": plain(repetition),

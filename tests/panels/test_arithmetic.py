@@ -54,6 +54,8 @@ def test_buffers_keep_eleven_bits_of_anything() -> None:
     assert pack(np.zeros((2, 0)))["factor"] == 1.0
     assert tokens_that_fit(30, 100) == 100
     assert tokens_that_fit(40, 10**6) * 40 * 2 <= MAX_BYTES
+    assert tokens_that_fit(40, 10**6, 60_000) * 40 * 2 <= MAX_BYTES - 60_000
+    assert tokens_that_fit(10, 10**6, 10**6) == 1000, "a few are always kept"
 
 
 def test_a_direction_is_read_at_layers_that_it_lacks_along_another() -> None:
@@ -103,6 +105,8 @@ def test_a_sweeps_cell_says_what_changed_and_whether_it_holds_together() -> None
     usual = {"projection": 2.0, "perplexity": 3.0}
     cell = cell_of(row, row["dose"], [0.25, 0.5], usual)
     assert (cell["dose"], cell["effect"], cell["broken"]) == (0.5, 3.0, False)
+    assert cell_of({**row, "text": "x" * 9}, 0.5, [0.5], usual, 4)["text"].startswith("xxxx … (the whole")
+    assert cell_of({**row, "text": "x" * 4}, 0.5, [0.5], usual, 4)["text"] == "xxxx"
     assert cell_of({**row, "perplexity": 12.0}, 0.5, [0.5], usual)["broken"]
     assert cell_of({**row, "repetition": 0.5}, 0.5, [0.5], usual)["broken"]
     empty = cell_of({**row, "projection": math.nan, "perplexity": math.nan, "repetition": math.nan}, 0.5, [0.5], usual)
