@@ -26,7 +26,7 @@ lab = LabSession(max_model_len=2048, dtype="float32", kv_cache_memory_bytes=1 <<
 torch.manual_seed(1)
 formal = torch.randn(lab.hidden_size) * 3
 other = torch.randn(lab.hidden_size)
-panel = lab.panel(max_tokens=16)
+panel = lab.panel(max_tokens=10)
 """
 CELLS = ["panel", "panel", "sweep", "early"]
 """What the notebook shows: two views of the panel, a sweep, and a panel that is displayed late."""
@@ -90,7 +90,7 @@ lab.vectors.clear()
 lab.vectors.update(formal=formal, other=other)
 panel.error = panel.saved = ""
 panel.state = {"rows": [{"vector": "formal", "layers": [15]}], "where": "all", "turns": [],
-    "sampling": {"seed": 7, "temperature": 0.0, "max_tokens": 16},
+    "sampling": {"seed": 7, "temperature": 0.0, "max_tokens": 10},
     "view": {"layers": [15], "direction": "formal", "plot": "projection", "pinned": None}}
 panel.wait(60)
 """

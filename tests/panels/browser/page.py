@@ -193,7 +193,7 @@ def command(page: Page, name: str, **arguments: Any) -> None:
     page.evaluate("([name, given]) => window.jupyterapp.commands.execute(name, given)", [name, arguments])
 
 
-def chat(kernel: Kernel, max_tokens: int = 16, steering: str = "None") -> str:
+def chat(kernel: Kernel, max_tokens: int = 10, steering: str = "None") -> str:
     """Return what the lab answers without any panel; None follows the session's steering."""
     call = f"lab.chat({RIVERS}, steering={steering}, temperature=0.0, seed=7, max_tokens={max_tokens})[0]"
     return str(kernel.value(f"str({call})"))

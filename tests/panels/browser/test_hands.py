@@ -91,13 +91,13 @@ def test_boxes_say_what_is_steered(panel: Panel) -> None:
     panel.settled()
     whole = panel.answer().text_content()
     prompt = panel.value("panel.steered['prompt']")
-    touched = f"{prompt + 15} rows each (all)"
+    touched = f"{prompt + 9} rows each (all)"
     expect(panel.root.locator(".cl-receipt-text")).to_contain_text(touched)
     panel.root.get_by_role("checkbox", name="steer the prompt").uncheck()
     panel.settled()
     panel.kernel.run("panel.wait()")
     assert panel.value("lab.export_steering_spec().where.part") == "answer"
-    expect(panel.root.locator(".cl-receipt-text")).to_contain_text("15 rows each (answer)")
+    expect(panel.root.locator(".cl-receipt-text")).to_contain_text("9 rows each (answer)")
     assert panel.answer().text_content() == chat(panel.kernel) != whole
     panel.root.get_by_role("checkbox", name="steer the answer").uncheck()  # one of the two is always checked
     expect(panel.root.get_by_role("checkbox", name="steer the prompt")).to_be_checked()
@@ -121,7 +121,7 @@ def test_both_sides_have_one_seed_and_part_where_the_mark_stands(panel: Panel) -
         expect(panel.pane(side).locator(".cl-part")).to_have_attribute("data-position", str(position))
     receipt = re.compile(
         rf"^add [\d.]+·formal @ 15 · dose 0\.3 · \d+ rows each \(all\) · seed 7 · T 1 · 0 cached · "
-        rf"16 tokens in [\d.]+ s · parts at token {at}$"
+        rf"10 tokens in [\d.]+ s · parts at token {at}$"
     )
     expect(panel.root.locator(".cl-receipt-text")).to_have_text(receipt)
 

@@ -66,7 +66,7 @@ FIRST_TOKEN = """
 import time
 def first_token(at):
     begun = time.perf_counter()
-    stream = lab.stream_chat([{"role": "user", "content": "Tell me about rivers."}], temperature=0.0, max_tokens=16,
+    stream = lab.stream_chat([{"role": "user", "content": "Tell me about rivers."}], temperature=0.0, max_tokens=10,
         seed=7, steering=SteeringSpec.at(15, AddSpec(formal, 0.001 * at)))
     with stream:
         next(stream)

@@ -16,7 +16,7 @@ from tests.panels.browser.page import Panel, chat, picture, save
 
 def test_what_was_asked_before_the_panel_is_displayed_is_shown(page: Page, kernel: Kernel) -> None:
     kernel.run("lab.clear()")
-    kernel.run('early = lab.panel(max_tokens=16); early.ask("Tell me about rivers."); early.wait(60)')
+    kernel.run('early = lab.panel(max_tokens=10); early.ask("Tell me about rivers."); early.wait(60)')
     early = Panel(page, kernel, cell=3)
     early.show()
     early.settled()

@@ -16,7 +16,7 @@ def test_a_token_is_read_by_hovering_and_pinned_in_every_plot(panel: Panel) -> N
     panel.drag(-0.4)
     panel.settled()
     panel.kernel.run(
-        f"_, [h] = lab.chat({RIVERS}, temperature=0.0, max_tokens=16, seed=7, capture_layers=[15])\n"
+        f"_, [h] = lab.chat({RIVERS}, temperature=0.0, max_tokens=10, seed=7, capture_layers=[15])\n"
         "lab.fetch_captures_batch([h]); row = h.hidden(15)[38]; want = float(row @ (formal / formal.norm()))\n"
         "token_id = h.token_ids[38]; h.close()"
     )
@@ -44,7 +44,7 @@ def test_bars_are_the_means_of_the_captures(panel: Panel) -> None:
     panel.ask()
     panel.settled()
     panel.kernel.run(
-        f"_, [h] = lab.chat({RIVERS}, temperature=0.0, max_tokens=16, seed=7, capture_layers=[15])\n"
+        f"_, [h] = lab.chat({RIVERS}, temperature=0.0, max_tokens=10, seed=7, capture_layers=[15])\n"
         "lab.fetch_captures_batch([h]); x = h.hidden(15)[h.prompt_len:].float(); h.close()\n"
         "norm = float(x.norm(dim=1).mean()); cosine = float(torch.cosine_similarity(x, formal[None]).mean())"
     )
