@@ -246,8 +246,8 @@ function render({ model, el }) {
       const stale = found !== null && mine && (found.number !== run.number || run.status === "waiting" || (side === "steered" && moved));
       panes[side].state({ stale, error: failed ? run.error ?? "it failed" : null });
     }
-    if (run.receipt && run.status !== "waiting") drawReceipt(run);
-    receipt.classList.toggle("cl-stale", !run.receipt || moved);
+    if (run.receipt ? run.status !== "waiting" : run.status === "idle") drawReceipt(run); // else the last one stays, greyed
+    receipt.classList.toggle("cl-stale", (!run.receipt && run.status !== "idle") || moved);
   }
 
   // -- plots ------------------------------------------------------------------------------------------------------------
@@ -365,9 +365,9 @@ function render({ model, el }) {
 
   /** @param {Run} run */
   function drawReceipt(run) {
-    if (!run.receipt) return;
-    write(receiptText, run.receipt.text);
-    write(code, run.receipt.code);
+    write(receiptText, run.receipt ? run.receipt.text : "nothing was asked yet");
+    write(code, run.receipt ? run.receipt.code : "");
+    copy.disabled = !run.receipt;
   }
 
   function drawSaved() {
@@ -432,7 +432,6 @@ function render({ model, el }) {
   drawMarks();
   drawPending();
   drawSaved();
-  if (!receiptText.textContent) write(receiptText, "nothing was asked yet");
   return () => {
     for (const [event, listener] of listeners) model.off(event, listener);
     model.off("msg:custom", acknowledged);

@@ -142,3 +142,17 @@ def test_plots_have_a_line_for_each_layer_and_bands_for_messages(panel: Panel) -
         )
     expect(panel.root.locator(".cl-plot .cl-band")).to_have_count(len(panel.value("panel.steered['bands']")))
     assert [each["role"] for each in panel.value("panel.steered['bands']")][-2:] == ["user", "assistant"]
+
+
+def test_a_new_chat_is_empty_also_while_the_old_one_goes_on(panel: Panel) -> None:
+    panel.kernel.run("panel.state = {'sampling': {'max_tokens': 1500}, 'rows': []}; panel.wait()")
+    panel.ask("Write a long story about a river and the people who live beside it.")
+    expect(panel.token(60)).to_be_visible()
+    expect(panel.status).to_have_attribute("data-status", "running")
+    panel.button("new chat").click()
+    panel.settled("idle")
+    panel.kernel.run("panel.wait()")
+    expect(panel.root.locator(".cl-message")).to_have_count(0)
+    expect(panel.root.locator(".cl-receipt-text")).to_have_text("nothing was asked yet")
+    expect(panel.button("copy as code")).to_be_disabled()
+    assert panel.value("(panel.run['status'], panel.state['turns'], panel._runner.in_flight)") == ("idle", [], 0)

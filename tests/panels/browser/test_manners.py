@@ -66,29 +66,40 @@ def test_light_and_dark(panel: Panel) -> None:
     expect(panel.page.locator("body")).to_have_attribute("data-jp-theme-light", "true")
 
 
+OUTSIDE = """root => {
+    const edge = root.getBoundingClientRect();
+    return [...root.querySelectorAll("button, input, select, textarea, svg, .cl-row, .cl-track, .cl-token")]
+        .filter(each => each.checkVisibility())
+        .filter(each => { const box = each.getBoundingClientRect();
+            return box.right > edge.right + 1 || box.left < edge.left - 1; })
+        .map(each => each.outerHTML.slice(0, 80));
+}"""
+OVERLAPS = """root => [...root.querySelectorAll(".cl-row")].flatMap(row => {
+    const boxes = [...row.children].map(each => each.getBoundingClientRect());
+    const meet = (one, other) => one.left < other.right - 1 && other.left < one.right - 1 &&
+        one.top < other.bottom - 1 && other.top < one.bottom - 1;
+    return boxes.flatMap((one, at) => boxes.slice(at + 1).filter(other => meet(one, other))).map(() => row.ariaLabel);
+})"""
+
+
 def test_nothing_is_cut_off_at_900_px(panel: Panel) -> None:
     panel.kernel.run("lab.cap(20, other, -1.0, 1.0); lab.ablate(21, other)")
     expect(panel.root.locator(".cl-row")).to_have_count(3)
+    panel.ask()
+    panel.settled()
     panel.root.evaluate("root => { root.style.width = '900px'; }")
-    outside = panel.root.evaluate(
-        """root => {
-            const edge = root.getBoundingClientRect();
-            return [...root.querySelectorAll("button, input, select, textarea, svg, .cl-row, .cl-track")]
-                .filter(each => each.checkVisibility())
-                .filter(each => { const box = each.getBoundingClientRect();
-                    return box.right > edge.right + 1 || box.left < edge.left - 1; })
-                .map(each => each.outerHTML.slice(0, 80));
-        }"""
-    )
-    overlaps = panel.root.evaluate(
-        """root => [...root.querySelectorAll(".cl-row")].flatMap(row => {
-            const boxes = [...row.children].map(each => each.getBoundingClientRect());
-            return boxes.slice(1).filter((box, at) => box.left < boxes[at].right - 1).map(() => row.ariaLabel);
-        })"""
-    )
-    picture(panel, "at_900_px")
+    wide = [panel.root.evaluate(what) for what in (OUTSIDE, OVERLAPS)]
     panel.root.evaluate("root => { root.style.width = ''; }")
-    assert (outside, overlaps) == ([], [])
+    # and in a window of 900 px, of which JupyterLab takes a part
+    before = panel.page.viewport_size
+    assert before is not None
+    panel.page.set_viewport_size({"width": 900, "height": 1500})
+    panel.page.wait_for_function("() => document.querySelector('.cl-panel').getBoundingClientRect().width < 760")
+    narrow = [panel.root.evaluate(what) for what in (OUTSIDE, OVERLAPS)]
+    seen = panel.root.evaluate("root => root.getBoundingClientRect().right <= window.innerWidth")
+    picture(panel, "at_900_px")
+    panel.page.set_viewport_size(before)
+    assert (wide, narrow, seen) == ([[], []], [[], []], True)
 
 
 MIB = 1 << 20
