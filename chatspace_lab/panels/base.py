@@ -75,7 +75,7 @@ class Panel(anywidget.AnyWidget):
         super().__init__(facts=described, **traits)
         self._handlers: dict[str, Callable[[dict[str, Any]], Any]] = {}
         mark = f"cl-of-{self.model_id}"
-        self._displays = Displays(mark, lambda: self._still(mark), self.send, self._thread.loop)
+        self._displays = Displays(mark, lambda: self._still(mark), self.send, self._thread.loop, self._guarded)
         self.on_msg(self._received)
         self.observe(self._touched, list(self._kept))
 

@@ -28,6 +28,8 @@ class Displays:
         id; it finds the output by ``mark`` then.
     loop
         Of :meth:`changed`.
+    guarded
+        Calls a function whose errors are shown in the panel.
     """
 
     def __init__(
@@ -36,8 +38,9 @@ class Displays:
         draw: Callable[[], str],
         send: Callable[[dict[str, Any]], None],
         loop: asyncio.AbstractEventLoop,
+        guarded: Callable[[Callable[[], None]], None],
     ) -> None:
-        self._mark, self._draw, self._send, self._loop = mark, draw, send, loop
+        self._mark, self._draw, self._send, self._loop, self._guarded = mark, draw, send, loop, guarded
         self._cells: set[str] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._published = ""
@@ -53,7 +56,7 @@ class Displays:
         """Update the outputs soon. On the loop."""
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_later(REST_S, self.update)
+        self._timer = self._loop.call_later(REST_S, self._guarded, self.update)
 
     def update(self) -> None:
         """Update the outputs now, if they show something else."""

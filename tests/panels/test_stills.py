@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from chatspace_lab.errors import RequestError, SessionError
 from chatspace_lab.panels import keeping, stills
 from chatspace_lab.panels.asked import turns_from
 from chatspace_lab.panels.buffers import pack, short
+from chatspace_lab.panels.displays import REST_S, Displays
 from chatspace_lab.panels.pictures import Numbers, heatmap, largest, message_plot, png, projection_plot, tint
 
 ODD = "<think> </pre></script> &amp; $x$ 'a' \"b\""
@@ -205,3 +208,27 @@ def test_turns_are_read_back_and_mistakes_named() -> None:
     for wrong in ({"usr": "a"}, {"user": "a", "colour": 1}):
         with pytest.raises(RequestError, match="a turn is a dict with user"):
             turns_from([wrong])
+
+
+def test_changes_that_come_together_are_drawn_once_and_what_goes_wrong_is_said() -> None:
+    drawn, said = list[str](), list[str]()
+
+    def draw() -> str:
+        drawn.append("")
+        raise ValueError("cannot be drawn")
+
+    def guarded(call: Callable[[], None]) -> None:
+        try:
+            call()
+        except ValueError as error:
+            said.append(str(error))
+
+    async def changes() -> None:
+        outputs = Displays("mark", draw, lambda message: None, asyncio.get_running_loop(), guarded)
+        outputs._cells.add("a cell that shows it")
+        for _ in range(5):
+            outputs.changed()
+        await asyncio.sleep(4 * REST_S)
+
+    asyncio.run(changes())
+    assert (len(drawn), said) == (1, ["cannot be drawn"])
