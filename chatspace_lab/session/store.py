@@ -122,7 +122,7 @@ def save(folder: str | Path, model: Mapping[str, Any], steering: SteeringSpec, h
         (path / f"{JSON}.new").write_text(json.dumps(data, indent=1, ensure_ascii=False))
         for name in (TENSORS, JSON):
             (path / f"{name}.new").replace(path / name)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # the latter on a full disk
         raise SessionError(f"cannot write to {path}: {error}") from error
     return path
 
