@@ -92,8 +92,7 @@ class Panel(anywidget.AnyWidget):
 
     def _touched(self, _: Any) -> None:
         """Let the outputs follow, but not while a run goes: they show what it comes to."""
-        if self.run["status"] not in UNDER_WAY:
-            self._soon(self._displays.changed)
+        self._soon(self._displays.hold if self.run["status"] in UNDER_WAY else self._displays.changed)
 
     def _received(self, _: Any, content: Any, __: Any) -> None:
         self._soon(self._handle, content)

@@ -8,8 +8,8 @@ from typing import Any
 
 from chatspace_lab.errors import RequestError
 
-REST_S = 0.05
-"""The outputs follow when the panel has rested for so long."""
+REST_S = 0.6
+"""The outputs follow when the panel has rested for so long: drawing them takes as long as some tokens."""
 UPDATE = "cl_still"
 """Name of the message with which a page is given a panel's newest output."""
 
@@ -54,15 +54,18 @@ class Displays:
 
     def changed(self) -> None:
         """Update the outputs soon. On the loop."""
-        if self._timer is not None:
-            self._timer.cancel()
+        self.hold()
         self._timer = self._loop.call_later(REST_S, self._guarded, self.update)
 
-    def update(self) -> None:
-        """Update the outputs now, if they show something else."""
+    def hold(self) -> None:
+        """Leave the outputs as they are until the next change: a run goes. On the loop."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def update(self) -> None:
+        """Update the outputs now, if they show something else."""
+        self.hold()
         if self._cells:
             self._publish(update=True)
 

@@ -228,7 +228,10 @@ def test_changes_that_come_together_are_drawn_once_and_what_goes_wrong_is_said()
         outputs._cells.add("a cell that shows it")
         for _ in range(5):
             outputs.changed()
-        await asyncio.sleep(4 * REST_S)
+        await asyncio.sleep(2 * REST_S)
+        outputs.changed()
+        outputs.hold()  # a run goes
+        await asyncio.sleep(2 * REST_S)
 
     asyncio.run(changes())
     assert (len(drawn), said) == (1, ["cannot be drawn"])
