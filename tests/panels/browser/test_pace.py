@@ -105,13 +105,14 @@ def test_the_first_steered_token_comes_about_as_soon_as_without_a_panel(panel: P
         plain.append(panel.value(f"first_token({at})"))
 
     def within(at: int) -> None:
-        shown.append(panel.slider().evaluate(LET_GO, 0.1 * at))
+        shown.append(panel.slider().evaluate(LET_GO, 0.08 * at))
         panel.settled()
 
-    for at in range(1, 9):  # in turns, and each as often before the other as after it
+    for at in range(1, 13):  # in turns, and each as often before the other as after it
         for measure in (without, within) if at % 2 else (within, without):
             measure(at)
     middle = statistics.median(plain), statistics.median(shown)
     print(f"first token: {middle[0]:.0f} ms without a panel, {middle[1]:.0f} ms in the page")
     print([round(each) for each in plain], [round(each) for each in shown])
-    assert middle[1] < 1.5 * middle[0]
+    # The least of each: what else the machine and the page have to do is no part of either.
+    assert min(shown) < 1.5 * min(plain)
