@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -58,6 +58,8 @@ class Panel(anywidget.AnyWidget):
     run = traitlets.Dict().tag(sync=True)
     _kept: ClassVar[tuple[str, ...]] = ()
     """Traits that the output without a kernel is drawn from."""
+    _drawn: ClassVar[staticmethod[[str, Mapping[str, Any]], str]]
+    """Draws that output: HTML with the class that it is given, from these traits."""
 
     def __init__(self, lab: LabSession, **traits: Any) -> None:
         unknown = set(traits) - set(self.trait_names())
@@ -75,13 +77,11 @@ class Panel(anywidget.AnyWidget):
         super().__init__(facts=described, **traits)
         self._handlers: dict[str, Callable[[dict[str, Any]], Any]] = {}
         mark = f"cl-of-{self.model_id}"
-        self._displays = Displays(mark, lambda: self._still(mark), self.send, self._thread.loop, self._guarded)
+        self._displays = Displays(
+            mark, lambda: self._drawn(mark, self._shown()), self.send, self._thread.loop, self._guarded
+        )
         self.on_msg(self._received)
         self.observe(self._touched, list(self._kept))
-
-    def _still(self, mark: str) -> str:
-        """Return what the panel shows, as HTML with this class."""
-        raise NotImplementedError
 
     def _shown(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("facts", *self._kept)}

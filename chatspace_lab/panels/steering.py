@@ -55,6 +55,7 @@ class SteeringPanel(Panel):
     _esm = static("steering_panel.js")
     _css = static("panels.css")
     _kept = ("error", "turns", "run", "baseline", "steered", "view")
+    _drawn = staticmethod(stills.steering)
 
     rows = traitlets.List().tag(sync=True)
     vectors = traitlets.List().tag(sync=True)
@@ -120,9 +121,6 @@ class SteeringPanel(Panel):
         self._book.follow(self._lab.export_steering_spec())
         if not self._norms:
             self._spawn(self._measure())
-
-    def _still(self, mark: str) -> str:
-        return stills.steering(mark, self._shown())
 
     # -- from Python -------------------------------------------------------------------------------------------------
 

@@ -63,6 +63,7 @@ class SweepPanel(Panel):
     _esm = static("sweep_panel.js")
     _css = static("panels.css")
     _kept = ("error", "plan", "cells", "run", "chosen")
+    _drawn = staticmethod(stills.sweep)
 
     plan = traitlets.Dict().tag(sync=True)
     vectors = traitlets.List().tag(sync=True)
@@ -107,9 +108,6 @@ class SweepPanel(Panel):
             "variables": lambda m: self._offer(),
         }
         self._now(self._offer)
-
-    def _still(self, mark: str) -> str:
-        return stills.sweep(mark, self._shown())
 
     # -- from Python -------------------------------------------------------------------------------------------------
 

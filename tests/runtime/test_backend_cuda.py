@@ -14,9 +14,8 @@ from chatspace_lab.runtime import backend_cuda
 from chatspace_lab.runtime.core import Arrival, Runtime
 from chatspace_lab.runtime.pool import SharedPool
 from chatspace_lab.runtime.store import CaptureStore
-from chatspace_lab.runtime.tables import Tables
 from chatspace_lab.spans import below, rank
-from tests.runtime.test_steady import HIDDEN, LAYERS, payload
+from tests.runtime.test_steady import HIDDEN, LAYERS, empty_tables, payload
 
 LONGEST = 120
 
@@ -45,15 +44,7 @@ def place(runtime: Runtime, key: str, row: int) -> np.ndarray:
 def test_every_token_at_random(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend_cuda, "TokenBuffer", HostBuffer)
     chance = random.Random(seed)
-    tables = Tables(
-        layers=LAYERS,
-        hidden_size=HIDDEN,
-        max_requests=6,
-        max_ops=2,
-        max_vectors=4,
-        max_tokens=256,
-        device=torch.device("cpu"),
-    )
+    tables = empty_tables(6)
     backend = backend_cuda.CudaBackend(tables, torch.float32)
     store = CaptureStore(SharedPool(1 << 22), HIDDEN, torch.float32, lambda: lambda: True)
     runtime = Runtime(tables, store, backend, captures=True)

@@ -18,16 +18,20 @@ from chatspace_lab.runtime.tables import Tables
 HIDDEN, LAYERS = 16, 2
 
 
-def made() -> Runtime:
-    tables = Tables(
+def empty_tables(max_requests: int) -> Tables:
+    return Tables(
         layers=LAYERS,
         hidden_size=HIDDEN,
-        max_requests=8,
+        max_requests=max_requests,
         max_ops=2,
         max_vectors=4,
         max_tokens=256,
         device=torch.device("cpu"),
     )
+
+
+def made() -> Runtime:
+    tables = empty_tables(8)
     tables.put_vectors(range(4), torch.eye(4, HIDDEN).numpy().tobytes())
     backend = CpuBackend(tables, torch.float32)
     store = CaptureStore(backend.make_pool(1 << 20), HIDDEN, torch.float32, backend.fence)
