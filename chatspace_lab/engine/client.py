@@ -25,6 +25,7 @@ from chatspace_lab.engine.processes import descendants, end, shared_memory
 from chatspace_lab.engine.requests import Submission
 from chatspace_lab.engine.root_cause import OPAQUE, CauseLog, sentence
 from chatspace_lab.engine.stream import StreamDelta
+from chatspace_lab.engine.together import together
 from chatspace_lab.readings import Readings
 
 if TYPE_CHECKING:
@@ -228,15 +229,10 @@ class EngineClient:
 
     async def run(self, submissions: Sequence[Submission]) -> list[RequestOutput]:
         """Run requests together and return their outputs in order. If one fails, the others are aborted."""
-        tasks: list[asyncio.Task[RequestOutput]] = []
         try:
             self.captures.admit([s.handle for s in submissions if s.handle is not None])
-            tasks += [asyncio.ensure_future(self._run_watched(submission, None)) for submission in submissions]
-            return await asyncio.gather(*tasks)
+            return await together(self._run_watched(submission, None) for submission in submissions)
         except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             for submission in submissions:
                 self.forget(submission)
             raise

@@ -10,6 +10,7 @@ from typing import Any
 from chatspace_lab.capture import CaptureHandle
 from chatspace_lab.engine.captures import CaptureBroker
 from chatspace_lab.engine.stream import StreamDelta
+from chatspace_lab.engine.together import ended
 from chatspace_lab.readings import Readings
 from chatspace_lab.steering.directions import DirectionSet
 
@@ -61,9 +62,7 @@ class LiveReader:
                     put(await self._next())
             await task
         finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.wait([task])
+            await ended([task])
 
     async def _next(self) -> StreamDelta:
         waiting, self._waiting = self._waiting, []

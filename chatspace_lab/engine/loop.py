@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Generic, TypeVar
 
+from chatspace_lab.engine.together import ended, wait_out
 from chatspace_lab.errors import EngineDeadError
 
 T = TypeVar("T")
@@ -96,10 +97,10 @@ class LoopThread:
                 return await asyncio.shield(finished)
         except asyncio.CancelledError:
             task.cancel()
-            await asyncio.wait({finished})
-            if not finished.cancelled():
-                finished.exception()  # seen: the caller was cancelled, which is what it is told
+            await wait_out([finished])
             raise
+        finally:
+            del task, finished  # a result that came too late must not live on in the traceback
 
     def call(
         self,
@@ -132,6 +133,8 @@ class LoopThread:
                 task.cancel()
                 concurrent.futures.wait([task.finished], timeout=patience_s)
             raise
+        finally:
+            del task  # a result that came too late must not live on in the traceback
 
     def close(self) -> None:
         """Cancel what runs on the loop, stop it and end the thread."""
@@ -190,7 +193,4 @@ def _awake(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
 
 
 async def _cancel_all() -> None:
-    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await ended(task for task in asyncio.all_tasks() if task is not asyncio.current_task())

@@ -12,6 +12,7 @@ from typing import Any
 
 from chatspace_lab.engine.requests import Submission
 from chatspace_lab.engine.stream import StreamDelta
+from chatspace_lab.engine.together import together
 from chatspace_lab.panels.answers import Answer, for_layers
 from chatspace_lab.panels.asked import SIDES, Asked
 from chatspace_lab.panels.rows import Vectors
@@ -202,13 +203,9 @@ class Runner:
         try:
             made = {side: self._answer(asked, side) for side in sides}
             self._under_way = {answer.stream.request_id: (side, answer) for side, answer in made.items()}
-            tasks = [asyncio.ensure_future(self._follow(side, answer)) for side, answer in made.items()]
             try:
-                await asyncio.gather(*tasks)
+                await together(self._follow(side, answer) for side, answer in made.items())
             finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.wait(tasks)
                 for side, answer in made.items():
                     if self.answers.get(side) is not answer:
                         answer.handle.close()  # it never came to be shown

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import traitlets
 
+from chatspace_lab.engine.together import ended
 from chatspace_lab.errors import RequestError
 from chatspace_lab.panels import stills
 from chatspace_lab.panels.base import Panel, sentence, static
@@ -218,8 +219,7 @@ class SweepPanel(Panel):
                 self._tell(number, "running", done=len(self.cells), **facts)
             run.result()
         finally:
-            run.cancel()
-            await asyncio.wait([run])
+            await ended([run])
             self._draw(grid, plan, reference)
 
     def _cells(self, layers: Sequence[int], vector: Any, plan: dict[str, Any]) -> list[Cell]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,6 +10,7 @@ import numpy as np
 from chatspace_lab.analysis.frames import readings_frame
 from chatspace_lab.capture import CaptureHandle
 from chatspace_lab.engine.model import VLLMSteerModel
+from chatspace_lab.engine.together import together
 from chatspace_lab.errors import RequestError
 from chatspace_lab.readings import POOLS, Readings
 from chatspace_lab.session.history import History
@@ -92,13 +92,7 @@ class Collection:
     async def run(self) -> Any:
         """Run everything, so many at once as memory allows. What is finished stays, also when this is cancelled."""
         waiting = iter(range(len(self._prompts)))
-        workers = [asyncio.ensure_future(self._work(waiting)) for _ in range(min(AT_ONCE, len(self._prompts)))]
-        try:
-            await asyncio.gather(*workers)
-        finally:
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
+        await together(self._work(waiting) for _ in range(min(AT_ONCE, len(self._prompts))))
         return self.result()
 
     async def _work(self, waiting: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,6 +12,7 @@ import torch
 from chatspace_lab.analysis.text import perplexity, repetition
 from chatspace_lab.engine.model import VLLMSteerModel
 from chatspace_lab.engine.requests import Prompt
+from chatspace_lab.engine.together import together
 from chatspace_lab.errors import RequestError, SteeringError
 from chatspace_lab.steering.directions import at_layer
 from chatspace_lab.steering.program import check_layer
@@ -88,13 +88,7 @@ class Grid:
 
     async def run(self) -> pd.DataFrame:
         """Run everything together. What is finished stays in :meth:`frame`, also when this is cancelled."""
-        tasks = [asyncio.ensure_future(self._one(index)) for index in range(len(self._cells))]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        await together(self._one(index) for index in range(len(self._cells)))
         return self.frame()
 
     async def _one(self, index: int) -> None:

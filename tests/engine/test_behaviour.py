@@ -63,6 +63,28 @@ def test_cancelling_a_generate_frees_its_lock_and_the_engine(model: VLLMSteerMod
     asyncio.run(main())
 
 
+def test_cancelling_again_while_the_first_takes_effect(model: VLLMSteerModel, vector: Any) -> None:
+    """As ``asyncio.gather`` does to its calls when one of them fails and the caller then ends the others."""
+    steering = SteeringSpec.at(4, AddSpec(vector))
+
+    async def main(turns: int) -> None:
+        task = asyncio.create_task(model.generate([PROMPT] * 3, **LONG, capture_layers=[0, 5], steering=steering))
+        await until(lambda: unfinished(model) == 3)
+        task.cancel()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await cancelled(task)
+        assert unfinished(model) == 0
+
+    gc.disable()  # what only the collector finds is held
+    try:
+        for turns in range(8):
+            model._loop.call(main(turns))  # there, every turn of the loop is one of the call's own
+            wait_until(lambda: held(model) == NOTHING, what=f"cancelled again after {turns} turns: all is dropped")
+    finally:
+        gc.enable()
+
+
 def test_cancelling_a_generate_that_waits_for_the_lock(model: VLLMSteerModel, vector: Any) -> None:
     async def main() -> None:
         running = asyncio.create_task(model.generate(PROMPT, **LONG))

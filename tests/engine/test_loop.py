@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -70,7 +72,8 @@ def test_a_blocking_call_on_the_loop_is_refused(loop: LoopThread) -> None:
         loop.call(block())
 
 
-def test_cancelling_waits_for_the_cleanup(loop: LoopThread) -> None:
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_cancelling_waits_for_the_cleanup(loop: LoopThread, times: int) -> None:
     began, cleaned = threading.Event(), threading.Event()
 
     async def work() -> None:
@@ -85,12 +88,42 @@ def test_cancelling_waits_for_the_cleanup(loop: LoopThread) -> None:
     async def main() -> None:
         task = asyncio.create_task(loop.run(work()))
         await asyncio.to_thread(began.wait)
-        task.cancel()
+        for _ in range(times):
+            task.cancel()
+            await asyncio.sleep(0)
         with pytest.raises(asyncio.CancelledError):
             await task
         assert cleaned.is_set()
 
     asyncio.run(main())
+
+
+def test_a_result_that_comes_too_late_is_let_go(loop: LoopThread) -> None:
+    """A handle in it holds memory of the workers, and a notebook keeps the last traceback for long."""
+
+    class Result:
+        pass
+
+    made: list[weakref.ref[Result]] = []
+
+    async def work() -> Result:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        result = Result()
+        made.append(weakref.ref(result))
+        return result
+
+    async def main() -> None:
+        async with asyncio.timeout(0.05):
+            await loop.run(work())
+
+    with pytest.raises(TimeoutError) as blocking:
+        loop.call(work(), timeout_s=0.05)
+    with pytest.raises(TimeoutError) as awaited:
+        asyncio.run(main())
+    wait_until(lambda: [each() for each in made] == [None, None])
+    assert blocking.tb is not None  # they are still held here
+    assert awaited.tb is not None
 
 
 def test_a_timeout_cancels(loop: LoopThread) -> None:
