@@ -125,6 +125,21 @@ def check_conversation(messages: Any) -> list[dict[str, Any]]:
     return [dict(message) for message in messages]
 
 
+def check_text(text: str) -> str:
+    """Return ``text``, if a tokenizer can take it.
+
+    Raises
+    ------
+    RequestError
+        If half a surrogate pair stands in it: JSON and file names can bring those.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"the text is no valid Unicode: {error}") from error
+    return text
+
+
 def is_batch(messages: Any) -> bool:
     """Whether ``messages`` is a list of conversations rather than one."""
     return (
@@ -172,7 +187,7 @@ def render(tokenizer: Any, messages: Any, options: Mapping[str, Any] | None = No
         text = template(conversation)
     except Exception as error:
         raise RequestError(f"the chat template cannot render this conversation: {error}") from error
-    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=bool(tokenizer.is_fast))
+    encoding = tokenizer(check_text(text), add_special_tokens=False, return_offsets_mapping=bool(tokenizer.is_fast))
     return RenderedChat(
         text=text,
         token_ids=list(encoding["input_ids"]),

@@ -9,12 +9,17 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+import numpy as np
+import torch
+
 from chatspace_lab import wire
 from chatspace_lab.capture import CaptureHandle
-from chatspace_lab.chat import RenderedChat
+from chatspace_lab.chat import RenderedChat, check_text
 from chatspace_lab.errors import PromptTooLongError, RequestError, SteeringError
 from chatspace_lab.steering.program import Program, check_layer
 from chatspace_lab.steering.specs import SteeringSpec
+from chatspace_lab.steering.vectors import as_index
 from chatspace_lab.steering.where import Where, as_where, resolve
 
 if TYPE_CHECKING:
@@ -147,16 +152,37 @@ def sampling_from(sampling_params: Any, keywords: Mapping[str, Any], *, own: Seq
             raise RequestError(f"give sampling_params or sampling keywords ({', '.join(keywords)}), not both")
         if not isinstance(sampling_params, SamplingParams):
             raise RequestError(f"sampling_params: expected vllm.SamplingParams, got {type(sampling_params).__name__}")
-        return sampling_params
+        return _readable(sampling_params)
     known = [name for name in inspect.signature(SamplingParams).parameters if not name.startswith("_")]
     for name in keywords:
         if name not in known:
             close = difflib.get_close_matches(name, [*own, *known], n=1)
             raise RequestError(f"unknown argument {name}" + (f"; did you mean {close[0]}?" if close else ""))
     try:
-        return SamplingParams(**keywords)
-    except (TypeError, ValueError, VLLMValidationError) as error:
+        params = SamplingParams(**{name: _python(value) for name, value in keywords.items()})
+    except (TypeError, ValueError, AssertionError, VLLMValidationError) as error:
         raise RequestError(f"sampling: {error}") from error
+    return _readable(params)
+
+
+def _python(value: Any) -> Any:
+    """Return a number of numpy or torch as Python's own, and any collection of things as a list."""
+    if isinstance(value, np.generic | np.ndarray | torch.Tensor):
+        return value.tolist()
+    return list(value) if isinstance(value, tuple | set | frozenset) else value
+
+
+def _readable(params: SamplingParams) -> SamplingParams:
+    """Return these parameters as the engine will read them, a copy; ``SamplingParams`` itself does not check types.
+
+    One request that it cannot read ends the thread by which it reads all of them (``process_input_sockets`` in
+    ``vllm/v1/engine/core.py``), and nobody would ever be answered again. Tensors among ``extra_args`` pass there, and
+    end it when it hands them to its workers.
+    """
+    try:
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=type(params))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RequestError(f"sampling: the engine cannot read it: {error}") from error
 
 
 def prompts_from(prompts: Any, tokenizer: Any, vocab_size: int) -> list[Prompt]:
@@ -170,7 +196,7 @@ def prompts_from(prompts: Any, tokenizer: Any, vocab_size: int) -> list[Prompt]:
         Naming the prompt that cannot be used.
     """
     single = isinstance(prompts, str | Mapping | Prompt) or (
-        isinstance(prompts, Sequence) and bool(prompts) and all(isinstance(item, int) for item in prompts)
+        isinstance(prompts, Sequence) and bool(prompts) and all(isinstance(item, int | np.integer) for item in prompts)
     )
     if not single and not isinstance(prompts, Sequence):
         raise RequestError(f"expected a prompt or a list of prompts, got {type(prompts).__name__}")
@@ -188,16 +214,24 @@ def _prompt(item: Any, index: int, tokenizer: Any, vocab_size: int) -> Prompt:
             raise RequestError(
                 f"prompt {index} is text, but this model was started without a tokenizer: give token ids"
             )
-        ids, text = list(tokenizer(item)["input_ids"]), item
+        try:
+            ids, text = list(tokenizer(check_text(item))["input_ids"]), item
+        except RequestError as error:
+            raise RequestError(f"prompt {index}: {error}") from error.__cause__
     else:
         text = None
         if isinstance(item, Mapping):
             if set(item) - {"prompt_token_ids", "prompt"} or "prompt_token_ids" not in item:
                 raise RequestError(f"prompt {index}: a dict needs prompt_token_ids, got {sorted(item)}")
             item, text = item["prompt_token_ids"], item.get("prompt")
-        if not isinstance(item, Sequence) or not all(isinstance(token, int) for token in item):
+        if not isinstance(item, Sequence) or isinstance(item, str | bytes | bytearray):
             raise RequestError(f"prompt {index}: expected text or token ids, got {type(item).__name__}")
-        ids = list(item)
+        if text is not None and not isinstance(text, str):
+            raise RequestError(f"prompt {index}: its text is no text, but {type(text).__name__}")
+        try:
+            ids = list(item) if set(map(type, item)) == {int} else [as_index(token, "a token id") for token in item]
+        except SteeringError as error:
+            raise RequestError(f"prompt {index}: expected text or token ids: {error}") from None
         bad = [token for token in ids if not 0 <= token < vocab_size]
         if bad:
             raise RequestError(f"prompt {index}: token id {bad[0]} is not in the vocabulary of {vocab_size}")

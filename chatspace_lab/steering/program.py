@@ -98,13 +98,18 @@ def compile_spec(spec: SteeringSpec, *, layer_count: int, hidden_size: int, max_
     # whose own copy of a vector was edited in place is compiled anew.
     limits = (layer_count, hidden_size, max_ops_per_layer)
     cached = spec.__dict__.get("_compiled")
-    if cached is None or cached[0] != limits or [vector._version for vector in cached[1]] != cached[2]:
+    if cached is None or cached[0] != limits or cached[2] is None or cached[2] != _edits(cached[1]):
         vectors = [operation.vector for _, operation in spec]
         program = _compile(spec, layer_count, hidden_size, max_ops_per_layer)
-        cached = (limits, vectors, [vector._version for vector in vectors], program)
+        cached = (limits, vectors, _edits(vectors), program)
         object.__setattr__(spec, "_compiled", cached)
     compiled: Program = cached[3]
     return compiled
+
+
+def _edits(vectors: Sequence[torch.Tensor]) -> list[int] | None:
+    """Return how often each was edited; None if one was made in torch's inference mode, where that is not counted."""
+    return None if any(vector.is_inference() for vector in vectors) else [vector._version for vector in vectors]
 
 
 def _compile(spec: SteeringSpec, layer_count: int, hidden_size: int, max_ops_per_layer: int) -> Program:

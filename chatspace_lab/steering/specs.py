@@ -149,6 +149,10 @@ class LayerSteeringSpec(_ByValue):
                 )
             if value is not None:
                 named.append(value)
+        if not isinstance(self.operations, Iterable):
+            raise SteeringError(
+                f"LayerSteeringSpec.operations: expected a list of operations, got {type(self.operations).__name__}"
+            )
         given = tuple(self.operations)
         for index, operation in enumerate(given):
             if not isinstance(operation, Operation):

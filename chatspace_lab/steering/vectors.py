@@ -33,13 +33,12 @@ def as_vector(value: Any, what: str) -> torch.Tensor:
     SteeringError
         If it is not a vector of finite numbers.
     """
-    if isinstance(value, torch.Tensor):
-        tensor = value.detach()
-    else:
-        try:
-            tensor = torch.as_tensor(np.asarray(value))
-        except (TypeError, ValueError) as error:
-            raise SteeringError(f"{what}: expected a vector of numbers, got {type(value).__name__}") from error
+    try:
+        tensor = _tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise SteeringError(f"{what}: expected a vector of numbers, got {type(value).__name__}") from error
+    if tensor.is_meta or tensor.layout != torch.strided:
+        raise SteeringError(f"{what}: expected a dense vector, got {tensor.layout} on device {tensor.device}")
     if tensor.dtype == torch.bool or tensor.is_complex():
         raise SteeringError(f"{what}: expected a vector of real numbers, got dtype {tensor.dtype}")
     if tensor.ndim == 2 and 1 in tensor.shape:
@@ -51,6 +50,17 @@ def as_vector(value: Any, what: str) -> torch.Tensor:
         bad = int((~torch.isfinite(tensor)).sum())
         raise SteeringError(f"{what}: {bad} of {tensor.numel()} entries are NaN or infinite")
     return tensor
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    """Return ``value`` as a tensor: also an array that is read-only, reversed, or of another byte order."""
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    array = np.asarray(value)
+    if array.dtype.kind in "iuf":
+        with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite
+            array = array.astype(np.float32, order="C")
+    return torch.as_tensor(array)
 
 
 def as_direction(value: Any, what: str) -> torch.Tensor:
@@ -80,7 +90,10 @@ def as_number(value: Any, what: str) -> float:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise SteeringError(f"{what}: expected a number, got {type(value).__name__}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = np.inf
     if not np.isfinite(number) or abs(number) > float(np.finfo(np.float32).max):
         raise SteeringError(f"{what}: expected a finite number within float32, got {value}")
     return number

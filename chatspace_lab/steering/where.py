@@ -6,7 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from chatspace_lab.errors import RequestError
+from chatspace_lab.errors import RequestError, SteeringError
+from chatspace_lab.spans import FOREVER
+from chatspace_lab.steering.vectors import as_index
 
 
 class Located(Protocol):
@@ -54,6 +56,11 @@ class Where:
             raise RequestError(
                 f"where: 'all', 'prompt', 'answer', Where.messages(…) or Where.span(…), got {self.part!r}"
             )
+        try:
+            indices = tuple(as_index(index, f"where: of {self.part}, each index") for index in self.indices)
+        except SteeringError as error:
+            raise RequestError(str(error)) from None
+        object.__setattr__(self, "indices", indices)
         if self.part == "messages" and not self.indices:
             raise RequestError("where: name at least one message")
         if self.part == "span" and (len(self.indices) != 2 or not 0 <= self.indices[0] < self.indices[1]):
@@ -134,9 +141,10 @@ def resolve(
     elif where.part == "span":
         if where.indices[0] >= limit:
             raise RequestError(f"where: the span starts at {where.indices[0]}, this request ends before {limit}")
-        spans = [(where.indices[0], where.indices[1])]
+        spans = [(where.indices[0], min(where.indices[1], FOREVER))]
     else:
-        spans = sorted(_message_span(index, messages) for index in where.indices)
+        # As a set: 1 and -1 may be the same message.
+        spans = sorted({_message_span(index, messages) for index in where.indices})
     if not where.first_token:
         spans = [(max(start, 1), end) for start, end in spans if end < 0 or end > 1]
     if not where.special_tokens:

@@ -51,6 +51,18 @@ def test_layers_that_are(layer: Any) -> None:
     assert check_layer(layer, 4) == 3
 
 
+def test_a_spec_made_in_inference_mode() -> None:
+    """There torch does not count the edits of a tensor, so nothing may be kept of it."""
+    with torch.inference_mode():
+        spec = SteeringSpec.at([0, 1], AddSpec(V), AblationSpec(U))
+        first = compiled(spec)
+        spec.layers[0].steps[0].vector.mul_(2)
+        second = compiled(spec)
+    assert first.salt(EVERYWHERE) == compiled(SteeringSpec.at([0, 1], AddSpec(V), AblationSpec(U))).salt(EVERYWHERE)
+    assert second.salt(EVERYWHERE) == compiled(spec).salt(EVERYWHERE)
+    assert second.salt(EVERYWHERE) == compiled(SteeringSpec.at([0, 1], AddSpec(2 * V), AblationSpec(U))).salt(EVERYWHERE)
+
+
 def test_nothing_compiles_to_nothing() -> None:
     assert compile_spec(SteeringSpec.none(), layer_count=4, hidden_size=2, max_ops_per_layer=3) is None
 

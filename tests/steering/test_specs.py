@@ -34,6 +34,10 @@ MAKERS: list[Callable[[Any], Any]] = [AddSpec, lambda v: ProjectionCapSpec(v, ma
         (None, "vector"),
         ([object()], "vector of numbers"),
         ([True, False], "real numbers"),
+        (["1", "2"], "vector of numbers"),
+        ([torch.tensor(1.0, requires_grad=True)], "vector of numbers"),
+        (torch.ones(3, device="meta"), "dense vector, got torch.strided on device meta"),
+        (torch.ones(3).to_sparse(), "dense vector, got torch.sparse_coo"),
         ([1j, 2j], "real numbers"),
     ],
 )
@@ -50,6 +54,9 @@ def test_vectors_that_cannot_be_used(make: Callable[[Any], Any], vector: Any, wo
         (3, 0, 4),
         np.array([3.0, 0.0, 4.0]),
         np.array([3, 0, 4], dtype=np.int16),
+        np.array([3, 0, 4], dtype=">f8"),
+        np.array([3, 0, 4], dtype=np.longdouble),
+        np.array([4.0, 0.0, 3.0], dtype=np.float32)[::-1],
         V.double(),
         V.to(torch.bfloat16),
         V.to(torch.int64),
@@ -76,6 +83,13 @@ def test_what_is_stored() -> None:
         assert float(spec.vector.norm()) == pytest.approx(1.0, abs=1e-6)
 
 
+@pytest.mark.filterwarnings("error")
+def test_an_array_that_must_not_be_written() -> None:
+    array = V.numpy().copy()
+    array.flags.writeable = False
+    assert torch.equal(AddSpec(array).vector, V)
+
+
 def test_a_later_edit_changes_nothing() -> None:
     mine = V.clone()
     specs = [make(mine) for make in MAKERS]
@@ -94,7 +108,7 @@ def test_a_zero_vector_has_no_direction(make: Callable[[Any], Any]) -> None:
         make(torch.zeros(3))
 
 
-@pytest.mark.parametrize("number", [math.nan, math.inf, 1e39, "2", None, True, [1.0], 1j])
+@pytest.mark.parametrize("number", [math.nan, math.inf, 1e39, 10**400, "2", None, True, [1.0], 1j])
 def test_numbers_that_cannot_be_used(number: Any) -> None:
     with pytest.raises(SteeringError, match=r"AddSpec\.scale"):
         AddSpec(V, number)
@@ -131,6 +145,8 @@ def test_a_layer_spec() -> None:
         LayerSteeringSpec(add=add, operations=[cap])
     with pytest.raises(SteeringError, match=r"LayerSteeringSpec\.add: expected AddSpec or None, got AblationSpec"):
         LayerSteeringSpec(add=ablate)  # type: ignore[arg-type]
+    with pytest.raises(SteeringError, match=r"operations: expected a list of operations, got AddSpec"):
+        LayerSteeringSpec(operations=add)  # type: ignore[arg-type]
     with pytest.raises(SteeringError, match=r"operations\[1\]"):
         LayerSteeringSpec(operations=[add, V])  # type: ignore[list-item]
     with pytest.raises(TypeError):

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 import pytest
 
 from chatspace_lab import AddSpec, SteeringSpec, Where
 from chatspace_lab.chat import MessageBoundary
 from chatspace_lab.errors import MessageLocationError, RequestError
-from chatspace_lab.spans import below, overlaps, rank
+from chatspace_lab.spans import FOREVER, below, overlaps, rank
 from chatspace_lab.steering.where import as_where, resolve
 
 PROMPT = [1, 5, 6, 2, 1, 7, 8, 9, 2]  # 1 and 2 are special
@@ -23,6 +27,21 @@ def test_each_choice() -> None:
     assert spans(Where.span(3, 14)) == [3, 14]
     assert spans(Where.messages(1)) == [5, 8]
     assert spans(Where.messages(-1, 0)) == [1, 3, 5, 8]
+    assert spans(Where.messages(1, 0, 1, -2)) == [1, 3, 5, 8]  # each message once, however it is named
+
+
+@pytest.mark.parametrize("where", [Where.span(np.int64(3), np.int32(14)), Where.span(3, 10**30), Where.messages(*np.arange(2))])
+def test_indices_are_whole_numbers_of_any_kind(where: Where) -> None:
+    found = spans(where)
+    assert found in ([3, 14], [3, FOREVER], [1, 3, 5, 8])
+    assert all(type(edge) is int for edge in found)
+
+
+@pytest.mark.parametrize("make", [Where.messages, lambda index: Where.span(0, index)])
+@pytest.mark.parametrize("index", [1.0, True, "1", None, [1]])
+def test_indices_that_are_no_whole_numbers(make: Callable[[Any], Where], index: Any) -> None:
+    with pytest.raises(RequestError, match="each index is a whole number"):
+        make(index)
 
 
 def test_special_tokens_of_the_prompt_are_left_out() -> None:

@@ -1,0 +1,73 @@
+"""What is found before anything runs: the engine's process ends by a request that it cannot read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm import SamplingParams
+
+from chatspace_lab.engine.requests import OWN_ARGUMENTS, prompts_from, sampling_from
+from chatspace_lab.errors import RequestError
+
+UNREADABLE: list[dict[str, Any]] = [
+    {"max_tokens": 2.5},
+    {"max_tokens": True},
+    {"min_tokens": 0.5},
+    {"seed": 1.5},
+    {"seed": 2**70},
+    {"logprobs": 1.5},
+    {"ignore_eos": "yes"},
+    {"bad_words": [5]},
+    {"allowed_token_ids": [5.5]},
+    {"logit_bias": {"a": 1.0}},
+    {"extra_args": {"mine": torch.ones(3)}},
+    {"extra_args": {"mine": object()}},
+]
+
+
+@pytest.mark.parametrize("keywords", UNREADABLE)
+def test_sampling_that_the_engine_cannot_read(keywords: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="sampling: "):
+        sampling_from(None, keywords, own=OWN_ARGUMENTS)
+    with pytest.raises(RequestError, match="sampling: the engine cannot read it"):
+        sampling_from(SamplingParams(**keywords), {}, own=OWN_ARGUMENTS)
+
+
+def test_sampling_in_other_types_than_pythons_own() -> None:
+    given = {
+        "max_tokens": np.int64(5),
+        "temperature": torch.tensor(0.5),
+        "top_p": np.float32(0.5),
+        "stop": ("a", "b"),
+        "stop_token_ids": np.array([7, 8]),
+    }
+    params = sampling_from(None, given, own=OWN_ARGUMENTS)
+    wanted = SamplingParams(max_tokens=5, temperature=0.5, top_p=0.5, stop=["a", "b"], stop_token_ids=[7, 8])
+    assert params == wanted
+    own = SamplingParams(max_tokens=5, extra_args={"mine": [1, "x", b"y"]}, stop="a")
+    assert sampling_from(own, {}, own=OWN_ARGUMENTS) == own
+
+
+@pytest.mark.parametrize(
+    "ids", [[True, 5], [5.0], [5, None], b"abc", bytearray(b"abc"), [b"abc"], {"prompt_token_ids": b"abc"}]
+)
+def test_prompts_that_are_no_token_ids(ids: Any) -> None:
+    with pytest.raises(RequestError, match="prompt 0: expected text or token ids"):
+        prompts_from(ids, None, 100)
+
+
+def test_token_ids_of_any_kind() -> None:
+    for ids in ([5, 6], (5, 6), range(5, 7), [np.int64(5), 6], {"prompt_token_ids": (5, 6)}):
+        (prompt,) = prompts_from(ids, None, 100)
+        assert prompt.token_ids == [5, 6]
+        assert all(type(token) is int for token in prompt.token_ids)
+
+
+def test_text_that_no_tokenizer_takes() -> None:
+    with pytest.raises(RequestError, match="prompt 1: the text is no valid Unicode"):
+        prompts_from([[5], "half a pair: \ud83d"], lambda text: {"input_ids": [1]}, 100)
+    with pytest.raises(RequestError, match="prompt 0: its text is no text"):
+        prompts_from({"prompt_token_ids": [1], "prompt": 5}, None, 100)
