@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,19 +98,21 @@ def compile_spec(spec: SteeringSpec, *, layer_count: int, hidden_size: int, max_
     # A slider or a sweep sends the same spec again and again. Torch counts the edits of a tensor, so that even a spec
     # whose own copy of a vector was edited in place is compiled anew.
     limits = (layer_count, hidden_size, max_ops_per_layer)
+    cached: tuple[tuple[int, int, int], list[torch.Tensor], list[int], Program] | None
     cached = spec.__dict__.get("_compiled")
-    if cached is None or cached[0] != limits or cached[2] is None or cached[2] != _edits(cached[1]):
+    if cached is None or cached[0] != limits or cached[2] != _edits(cached[1]):
         vectors = [operation.vector for _, operation in spec]
         program = _compile(spec, layer_count, hidden_size, max_ops_per_layer)
+        if any(vector.is_inference() for vector in vectors):  # torch does not count the edits of these
+            return program
         cached = (limits, vectors, _edits(vectors), program)
         object.__setattr__(spec, "_compiled", cached)
-    compiled: Program = cached[3]
-    return compiled
+    return cached[3]
 
 
-def _edits(vectors: Sequence[torch.Tensor]) -> list[int] | None:
-    """Return how often each was edited; None if one was made in torch's inference mode, where that is not counted."""
-    return None if any(vector.is_inference() for vector in vectors) else [vector._version for vector in vectors]
+def _edits(vectors: Iterable[torch.Tensor]) -> list[int]:
+    """Return how often each was edited in place."""
+    return list(map(operator.attrgetter("_version"), vectors))
 
 
 def _compile(spec: SteeringSpec, layer_count: int, hidden_size: int, max_ops_per_layer: int) -> Program:
