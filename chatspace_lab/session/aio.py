@@ -15,7 +15,8 @@ from chatspace_lab.session.collect import Collection, asked, one_sample
 from chatspace_lab.session.history import History
 from chatspace_lab.session.job import CURRENT
 from chatspace_lab.session.pooled import PooledActivations
-from chatspace_lab.session.sweep import Grid, as_layers, lay_out, vector_at
+from chatspace_lab.session.sweep import Grid, as_layers, frame_of, lay_out, vector_at
+from chatspace_lab.steering.program import check_layer
 from chatspace_lab.steering.specs import AblationSpec, AddSpec, Operation, ProjectionCapSpec, SteeringSpec
 from chatspace_lab.steering.where import Where
 
@@ -242,9 +243,13 @@ class AsyncLab:
         one_sample("sweep", sampling)
         plan = lay_out(self.model, layers, vector, scales, operation, doses)
         if read_layer is not None:
-            [read_layer] = as_layers(read_layer, self.model.layer_count, "sweep: read_layer")
+            read_layer = check_layer(read_layer, self.model.layer_count)
         sampling = {"max_tokens": max_tokens, "temperature": temperature, **sampling}
         prepared = self._prepare(prompt, chat_options, **sampling)
+        job = CURRENT.get()
+        if job is not None:
+            job.expect(1 + len(plan) * (2 if perplexity else 1))
+            job.partial = lambda: frame_of([], planned=len(plan))
         await self._measure(prepared, asked(prompt))
         cells = [cell.scaled(self.norms[cell.layer]) for cell in plan] if doses is not None else plan
         grid = Grid(
@@ -257,9 +262,7 @@ class AsyncLab:
             perplexity=perplexity,
             sampling=sampling,
         )
-        job = CURRENT.get()
         if job is not None:
-            job.expect(1 + len(cells) * (2 if perplexity else 1))
             job.partial = grid.frame
         return await grid.run()
 
@@ -332,11 +335,7 @@ class AsyncLab:
 
     async def save(self, folder: str | Path) -> Path:
         """Write history and session-wide steering to a folder, as JSON and safetensors. Returns the folder."""
-        model = {
-            "model_name": self.model.model_name,
-            "hidden_size": self.model.hidden_size,
-            "layer_count": self.model.layer_count,
-        }
+        model = {name: getattr(self.model, name) for name in store.MODEL}
         return store.save(folder, model, self.model.export_steering_spec(), self.history)
 
     async def load(self, folder: str | Path) -> None:

@@ -74,18 +74,18 @@ class Collection:
     ) -> None:
         if reduce not in REDUCTIONS:
             raise RequestError(f"capture: reduce is one of {', '.join(REDUCTIONS)}, got {reduce!r}")
-        if reduce == "projection" and not directions:
+        named = DirectionSet.of(directions, layers, model.hidden_size).names  # checked before anything runs
+        if reduce == "projection" and not named:
             raise RequestError("capture: reduce='projection' needs directions={name: vector}")
-        if directions and reduce != "projection":
+        if named and reduce != "projection":
             raise RequestError(f"capture: directions go with reduce='projection', not {reduce!r}")
         self._model, self._history, self._layers, self._reduce = model, history, list(layers), reduce
         self._directions = directions
-        DirectionSet.of(directions, layers, model.hidden_size)  # checked before anything runs
         one_sample("capture", sampling)
         chat = _is_chat(prompts)
-        self._names = [asked(prompt) for prompt in prompts]
         self._options = {"capture_layers": self._layers, "capture_where": where, **sampling}
         self._prompts = model.prepare(list(prompts), chat=chat, chat_options=chat_options, **self._options)
+        self._names = [asked(prompt) for prompt in prompts]
         self._options["steering"] = steering
         self._kept: dict[int, Row] = {}
 
@@ -154,9 +154,11 @@ class Collection:
 
 
 def asked(prompt: Any) -> str:
-    """Return what to call a prompt: its text, or the last message's."""
+    """Return what to call a prompt that can be used: its text, or the last message's."""
     if isinstance(prompt, str):
         return prompt
+    if isinstance(prompt, Sequence) and isinstance(prompt[0], str):  # a list of one prompt
+        return str(prompt[0])
     if _is_conversation(prompt):
         return str(prompt[-1].get("content") or "")
     ids = prompt["prompt_token_ids"] if isinstance(prompt, Mapping) else prompt

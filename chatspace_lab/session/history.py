@@ -42,6 +42,8 @@ class Run:
         Text that was given, or the rendered conversation; None if only token ids were given.
     messages
         The conversation; None if there was none.
+    prefill
+        Content of its last message, if that was to be continued.
     prompt_token_ids, token_ids
         Of the prompt and of the answer.
     steering
@@ -81,6 +83,7 @@ class Run:
     error: str | None = None
     seconds: float = 0.0
     readings: Readings | None = None
+    prefill: str = ""
 
     @property
     def asked(self) -> str:
@@ -119,6 +122,7 @@ class History:
             kind="chat" if chat else "generate",
             prompt=prompt.text,
             messages=chat.messages if chat else None,
+            prefill=chat.prefill if chat else "",
             prompt_token_ids=list(prompt.token_ids),
             steering=submission.spec,
             sampling=sampling_of(submission.params),

@@ -322,10 +322,7 @@ def _panels() -> Any:
 
 
 def _answer(run: Run) -> Any:
-    if run.messages is None:
-        return run.text
-    continued = run.messages[-1]["role"] == "assistant"
-    return ChatResponse(run.text, run.messages[-1]["content"] if continued else "", run.finish_reason)
+    return run.text if run.messages is None else ChatResponse(run.text, run.prefill, run.finish_reason)
 
 
 def _twin(name: str, function: Any) -> Any:

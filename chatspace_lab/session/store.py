@@ -22,6 +22,9 @@ from chatspace_lab.steering.where import Where, as_where
 
 FORMAT = 1
 JSON, TENSORS = "session.json", "session.safetensors"
+MODEL = ("model_name", "hidden_size", "layer_count")
+"""What is kept of the model: attributes of it."""
+
 KINDS = {"add": AddSpec, "cap": ProjectionCapSpec, "ablate": AblationSpec}
 NAMES = {kind: name for name, kind in KINDS.items()}
 
@@ -100,7 +103,7 @@ def _run_from_json(data: dict[str, Any], tensors: Tensors) -> Run:
 
 
 def save(folder: str | Path, model: Mapping[str, Any], steering: SteeringSpec, history: History) -> Path:
-    """Write a session; a run under way is written as far as it has come.
+    """Write a session; a run under way is written as far as it has come, and what JSON does not hold as its ``repr``.
 
     Raises
     ------
@@ -119,7 +122,8 @@ def save(folder: str | Path, model: Mapping[str, Any], steering: SteeringSpec, h
         path.mkdir(parents=True, exist_ok=True)
         # Written beside and moved: a save that fails, or is interrupted, leaves an older one whole.
         save_file(tensors, str(path / f"{TENSORS}.new"))
-        (path / f"{JSON}.new").write_text(json.dumps(data, indent=1, ensure_ascii=False))
+        text = json.dumps(data, indent=1, ensure_ascii=False, default=repr)
+        (path / f"{JSON}.new").write_text(text, encoding="utf-8")
         for name in (TENSORS, JSON):
             (path / f"{name}.new").replace(path / name)
     except (OSError, SafetensorError) as error:  # the latter on a full disk
@@ -139,12 +143,13 @@ def load(folder: str | Path) -> tuple[dict[str, Any], SteeringSpec, list[Run]]:
     if not (path / JSON).is_file():
         raise SessionError(f"{path} holds no saved session: there is no {JSON}")
     try:
-        data = json.loads((path / JSON).read_text())
+        data = json.loads((path / JSON).read_text(encoding="utf-8"))
         tensors = load_file(str(path / TENSORS))
         if data["format"] != FORMAT:
             raise SessionError(f"{path} was saved in format {data['format']}; this version reads format {FORMAT}")
+        model = {name: data["model"][name] for name in MODEL}
         steering = spec_from_json(data["steering"], tensors)
         runs = [_run_from_json(run, tensors) for run in data["runs"]]
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise SessionError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-    return data["model"], steering, runs
+    return model, steering, runs

@@ -20,7 +20,8 @@ class LabStream(Iterator[StreamDelta]):
     """Iterate with ``for`` over :class:`StreamDelta`: text, token ids and, if asked for, readings.
 
     The request is aborted when the loop is left early: by ``break`` in a ``with`` block or once the stream is dropped,
-    by an exception, or by the stop button.
+    by an exception, or by the stop button. What had come by then is in ``lab.partial``, also if the button was pressed
+    while the loop's own body ran.
 
     Attributes
     ----------
@@ -29,6 +30,7 @@ class LabStream(Iterator[StreamDelta]):
     """
 
     def __init__(self, lab: LabSession, stream: TextStream) -> None:
+        self._open = False
         self._lab, self._stream = lab, stream
         self._loop: LoopThread = lab.model._loop
 
@@ -36,6 +38,7 @@ class LabStream(Iterator[StreamDelta]):
         return self
 
     def __next__(self) -> StreamDelta:
+        self._open = True
         try:
             delta = self._loop.call(_next(self._stream))
         except KeyboardInterrupt:
@@ -43,6 +46,7 @@ class LabStream(Iterator[StreamDelta]):
             self._lab.partial = self.text
             raise
         if delta is None:
+            self._open = False
             raise StopIteration
         return delta
 
@@ -77,7 +81,13 @@ class LabStream(Iterator[StreamDelta]):
 
     def close(self) -> None:
         """Abort the request if it still runs."""
+        self._open = False
         self._loop.call(self._stream.aclose())
+
+    def __del__(self) -> None:
+        # The stop button may well be pressed while the loop's own body runs: then nothing here is told of it.
+        if self._open:
+            self._lab.partial = self.text
 
     def __enter__(self) -> LabStream:
         return self

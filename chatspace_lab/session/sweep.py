@@ -143,12 +143,18 @@ class Grid:
 
     def frame(self) -> pd.DataFrame:
         """Return the finished runs, in the order of the grid."""
-        import pandas as pd
-
-        frame = pd.DataFrame([self._rows[index] for index in sorted(self._rows)], columns=list(COLUMNS))
+        frame = frame_of([self._rows[index] for index in sorted(self._rows)], planned=len(self._cells))
         frame.attrs["norms"] = {layer: float(norm) for layer, norm in self._norms.items()}
-        frame.attrs["planned"] = len(self._cells)
         return frame
+
+
+def frame_of(rows: Sequence[tuple[Any, ...]], *, planned: int) -> pd.DataFrame:
+    """Return runs of a grid as a frame, of so many that are planned."""
+    import pandas as pd
+
+    frame = pd.DataFrame(rows, columns=list(COLUMNS))
+    frame.attrs["planned"] = planned
+    return frame
 
 
 def lay_out(
@@ -169,14 +175,14 @@ def lay_out(
         raise RequestError(f"sweep: only an addition has a dose; give scales for {operation!r}")
     chosen = as_layers(layers, model.layer_count, "sweep")
     name, given = ("scales", scales) if doses is None else ("doses", doses)
-    wanted = [as_number(value, f"sweep: one of {name}") for value in given]
+    wanted = [as_number(value, f"sweep: one of {name}") for value in as_list(given)]
     if not wanted:
         raise RequestError(f"sweep: {name} is empty")
     cells = []
     for layer in chosen:
         here = vector_at(vector, layer, model.hidden_size, "sweep")
-        if doses is not None and not here.any():
-            raise SteeringError(f"sweep: the vector for layer {layer} is zero, it has no dose")
+        if not here.any():  # it could be added, but nothing be read along it, nor be a dose of it
+            raise SteeringError(f"sweep: the vector for layer {layer} is zero, it has no direction")
         cells += [Cell(layer, scale, here) for scale in wanted]
     return cells
 
@@ -188,10 +194,15 @@ def as_layers(layers: Any, layer_count: int, what: str) -> list[int]:
     ------
     RequestError, SteeringError
     """
-    given = list(layers) if isinstance(layers, Sequence | range | set | np.ndarray) else [layers]
+    given = as_list(layers)
     if not given:
         raise RequestError(f"{what}: layers is empty: name at least one")
     return list(dict.fromkeys(check_layer(layer, layer_count) for layer in given))
+
+
+def as_list(values: Any) -> list[Any]:
+    """Return one value or several of any kind of collection as a list; a text is one value."""
+    return list(values) if np.iterable(values) and not isinstance(values, str) else [values]
 
 
 def vector_at(vector: Any, layer: int, hidden_size: int, what: str) -> torch.Tensor:

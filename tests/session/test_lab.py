@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import inspect
 import json
 import math
@@ -239,6 +240,8 @@ def test_a_dose_is_a_fraction_of_the_measured_norm(lab: LabSession, v: torch.Ten
         (lambda lab, v: lab.sweep("a", 3, v), RequestError, "give scales or doses"),
         (lambda lab, v: lab.sweep("a", 3, v, [1], doses=[1]), RequestError, "give scales or doses"),
         (lambda lab, v: lab.sweep("a", 3, 0 * v, doses=[1]), SteeringError, "the vector for layer 3 is zero"),
+        (lambda lab, v: lab.sweep("a", 3, 0 * v, [0, 1]), SteeringError, "the vector for layer 3 is zero"),
+        (lambda lab, v: lab.sweep("a", 3, v, [1], read_layer=[3, 4]), SteeringError, r"whole number, got \[3, 4\]"),
         (lambda lab, v: lab.sweep("a", 3, v, doses=[1], operation="ablate"), RequestError, "only an addition has"),
         (lambda lab, v: lab.sweep("a", 3, v, [1], operation="cap"), RequestError, "operation is one of add, ablate"),
         (lambda lab, v: lab.sweep("a", 3, v, [1], max_token=3), RequestError, "did you mean max_tokens"),
@@ -247,6 +250,10 @@ def test_a_dose_is_a_fraction_of_the_measured_norm(lab: LabSession, v: torch.Ten
         (lambda lab, v: lab.capture("a", 3), RequestError, "prompts is a list"),
         (lambda lab, v: lab.capture([], 3), RequestError, "there are no prompts"),
         (lambda lab, v: lab.capture(["a", CHAT], 3), RequestError, "the prompts are mixed"),
+        (lambda lab, v: lab.capture([CHAT, [*CHAT, "b"]], 3), RequestError, "conversation 1: message 1: expected"),
+        (lambda lab, v: lab.capture([{"prompt": "a"}], 3), RequestError, "prompt 0: a dict needs prompt_token_ids"),
+        (lambda lab, v: lab.capture(["a", None], 3), RequestError, "prompt 1: expected text or token ids"),
+        (lambda lab, v: lab.capture(["a"], 3, directions=v), RequestError, "expected a dict of name to vector"),
         (lambda lab, v: lab.capture(["a"], 3, "max"), RequestError, "reduce is one of mean, last, norm, projection"),
         (lambda lab, v: lab.capture(["a"], 3, "projection"), RequestError, "needs directions"),
         (lambda lab, v: lab.capture(["a"], 3, directions={"v": v}), RequestError, "directions go with"),
@@ -295,6 +302,17 @@ def test_a_sweep_equals_single_runs_and_its_numbers_the_oracle(lab: LabSession, 
     assert [run.status for run in lab.history] == ["done"] * len(lab.history)
 
 
+def test_layers_and_scales_are_one_or_several_of_any_kind(lab: LabSession, v: torch.Tensor) -> None:
+    options = {"max_tokens": 1, "perplexity": False}
+    frame = lab.sweep(["The river"], np.array([4, 4, 20]), v, range(2), **options)
+    assert list(zip(frame["layer"], frame["scale"], strict=True)) == [(4, 0), (4, 1), (20, 0), (20, 1)]
+    assert lab.aio.measured_on == "The river"
+    frame = lab.sweep("The river", np.array(4), v, torch.tensor(-2), **options)
+    assert list(zip(frame["layer"], frame["scale"], strict=True)) == [(4, -2)]
+    lab.steer(torch.tensor([3, 4]), v)
+    assert list(lab.export_steering_spec().layers) == [3, 4]
+
+
 def test_a_sweep_of_doses_scales_each_layer_by_its_own_norm(lab: LabSession, v: torch.Tensor) -> None:
     frame = lab.sweep(CHAT, [4, 20], {4: v, 20: 3 * v}, doses=[-0.5, 0.5], max_tokens=2, perplexity=False)
     np.testing.assert_allclose(frame["dose"], [-0.5, 0.5, -0.5, 0.5], rtol=1e-5)
@@ -317,6 +335,11 @@ def test_an_interrupted_sweep_keeps_what_is_finished(lab: LabSession, v: torch.T
     assert 2 <= len(lab.partial) <= 8
     assert lab.partial["perplexity"].notna().all()
     assert lab.generate("One", **GREEDY)  # ready again
+    before = lab.partial
+    lab.history.clear()
+    interrupted(lab, lambda: lab.sweep("One two three", range(4), v, [1], max_tokens=300), lambda: len(lab.history) > 0)
+    assert list(lab.partial) == list(before)  # also while the norms are still measured
+    assert lab.partial.attrs["planned"] == 4
 
 
 # -- reductions ------------------------------------------------------------------------------------------------------
@@ -448,6 +471,36 @@ def test_a_stream_can_be_stopped_and_left(lab: LabSession) -> None:
                 break
     assert stream.text.startswith(other.text[:4])
     wait_until(lambda: [run.status for run in lab.history] == ["aborted", "aborted"])
+    assert lab.partial == stream.text
+
+
+def test_a_stream_keeps_its_text_when_the_button_is_pressed_in_the_body_of_the_loop(lab: LabSession) -> None:
+    seen: list[str] = []
+
+    def read() -> None:
+        for delta in lab.stream("One two three", temperature=0.0, max_tokens=900, ignore_eos=True):
+            seen.append(delta.text)
+            if len(seen) > 3:
+                time.sleep(60)
+
+    interrupted(lab, read, lambda: len(seen) > 3)
+    assert lab.partial == "".join(seen)
+    wait_until(lambda: [run.status for run in lab.history] == ["aborted"])
+
+
+def test_what_is_kept_of_an_interrupted_chat_begins_with_what_it_continues_only(lab: LabSession) -> None:
+    begun = [*CHAT, {"role": "assistant", "content": "The Seine"}]
+    options = {"continue_final_message": True, "add_generation_prompt": False}
+    for chat_options, prefill in ((None, ""), (options, "The Seine")):
+        lab.history.clear()
+        interrupted(
+            lab,
+            lambda given=chat_options: lab.chat(begun, chat_options=given, max_tokens=900, ignore_eos=True),
+            lambda: bool(len(lab.history) and lab.history[0].text),
+        )
+        [answer] = lab.partial
+        assert answer == prefill + lab.history[0].text
+        assert answer.prefill == prefill
 
 
 # -- history ---------------------------------------------------------------------------------------------------------
@@ -487,7 +540,7 @@ def test_a_saved_session_comes_back(lab: LabSession, v: torch.Tensor, tmp_path: 
     spec = lab.export_steering_spec()
     list(lab.stream("A day", read_layers=[2, 3], directions={"v": v}, **GREEDY))
     where = SteeringSpec.at(3, AddSpec(v), where=Where.messages(0).without_special_tokens())
-    lab.chat(CHAT, steering=where, **GREEDY)
+    lab.chat([{**CHAT[0], "at": datetime.date(2026, 1, 1)}], steering=where, **GREEDY)
     before = lab.history.frame()
     readings = lab.history[1].readings
     folder = lab.save(tmp_path / "session")
@@ -508,9 +561,10 @@ def test_a_saved_session_comes_back(lab: LabSession, v: torch.Tensor, tmp_path: 
     (folder / "session.json").write_text(json.dumps(saved))
     with pytest.raises(SessionError, match=r"was saved with .* \(layer_count 12\); this model has 30"):
         lab.load(folder)
-    (folder / "session.json").write_text("{")
-    with pytest.raises(SessionError, match="is damaged"):
-        lab.load(folder)
+    for damaged in ("{", json.dumps({**saved, "model": {"layer_count": 30}})):
+        (folder / "session.json").write_text(damaged)
+        with pytest.raises(SessionError, match="is damaged"):
+            lab.load(folder)
     assert lab.export_steering_spec() == spec
 
 
