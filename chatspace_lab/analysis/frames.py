@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from chatspace_lab.analysis.rows import as_list, chosen_layers
+from chatspace_lab.analysis.rows import as_handles, chosen_layers
 from chatspace_lab.analysis.tokens import token_texts
 from chatspace_lab.capture import CaptureHandle
 from chatspace_lab.chat import MessageBoundary
@@ -164,7 +164,7 @@ def token_frame(
             prompt_index=handle.prompt_index,
             sample_index=handle.sample_index,
         )
-        for handle in as_list(handles)
+        for handle in as_handles(handles)
     ]
     return pd.concat(frames, ignore_index=True)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from chatspace_lab.analysis.frames import directions_of, handle_readings
-from chatspace_lab.analysis.rows import as_list, chosen_layers, token_rows
+from chatspace_lab.analysis.rows import as_handles, as_numbers, chosen_layers, token_rows
 from chatspace_lab.capture import CaptureHandle
 from chatspace_lab.errors import AnalysisError, MessageLocationError
 
@@ -59,7 +59,7 @@ def message_frame(
         As :func:`token_frame`.
     """
     records: list[dict[str, Any]] = []
-    for handle in as_list(handles):
+    for handle in as_handles(handles):
         readings = handle_readings(handle, directions, layers)
         parts = _parts(handle)
         for index, layer in enumerate(readings.layers):
@@ -133,7 +133,7 @@ def message_cosines(
         If a layer was not captured.
     """
     records = []
-    for handle in as_list(handles):
+    for handle in as_handles(handles):
         parts = _parts(handle)
         for layer in chosen_layers(handle, layers):
             hidden = handle.hidden(layer)
@@ -158,11 +158,10 @@ def cosine_frame(vectors: Mapping[str, Any]) -> pd.DataFrame:
     AnalysisError
         If they are of different lengths.
     """
-    arrays = {name: np.asarray(vector, dtype=np.float64) for name, vector in vectors.items()}
-    if len({array.shape for array in arrays.values()}) > 1:
-        raise AnalysisError(
-            f"the vectors have different shapes: { {name: list(a.shape) for name, a in arrays.items()} }"
-        )
+    arrays = {name: as_numbers(vector, f"vector {name!r}") for name, vector in vectors.items()}
+    shapes = {name: list(array.shape) for name, array in arrays.items()}
+    if len(set(map(tuple, shapes.values()))) > 1 or any(len(shape) != 1 for shape in shapes.values()):
+        raise AnalysisError(f"the vectors have different shapes, or are none: {shapes}")
     records = [(a, b, _cosine(arrays[a], arrays[b])) for a, b in product(arrays, repeat=2)]
     return pd.DataFrame(records, columns=["first", "second", "cosine"])
 

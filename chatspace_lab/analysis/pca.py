@@ -9,7 +9,9 @@ import numpy as np
 import pandas as pd
 from sklearn.decomposition import PCA
 
+from chatspace_lab.analysis.rows import as_numbers
 from chatspace_lab.errors import AnalysisError
+from chatspace_lab.steering.vectors import as_index
 
 
 def pca_frame(
@@ -24,7 +26,7 @@ def pca_frame(
     groups
         Label to group, for colour and symbol; labels without one are in no group.
     components
-        How many, at most ``len(means) − 1``.
+        How many, at most ``len(means) − 1`` and ``hidden_size``.
 
     Returns
     -------
@@ -37,17 +39,16 @@ def pca_frame(
 
     Raises
     ------
-    AnalysisError
+    AnalysisError, SteeringError
         If there are too few vectors, or they differ in length, hold NaN, or are all the same.
     """
     labels = list(means)
-    arrays = [np.asarray(means[label], dtype=np.float64) for label in labels]
+    arrays = [as_numbers(means[label], f"means[{label!r}]") for label in labels]
     if len({array.shape for array in arrays}) > 1 or (arrays and arrays[0].ndim != 1):
         raise AnalysisError(f"means: expected vectors of one length, got {sorted({array.shape for array in arrays})}")
-    if not 1 <= components <= len(labels) - 1:
-        raise AnalysisError(
-            f"{len(labels)} vectors have at most {max(len(labels) - 1, 0)} components, not {components}"
-        )
+    most = min(len(labels) - 1, len(arrays[0])) if arrays else 0
+    if not 1 <= as_index(components, "components") <= most:
+        raise AnalysisError(f"{len(labels)} vectors have at most {most} components, not {components}")
     matrix = np.stack(arrays)
     if not np.isfinite(matrix).all():
         bad = [label for label, row in zip(labels, matrix, strict=True) if not np.isfinite(row).all()]

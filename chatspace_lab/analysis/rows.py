@@ -4,35 +4,62 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from numbers import Integral
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
+import torch
 
 from chatspace_lab.capture import CaptureHandle
 from chatspace_lab.errors import AnalysisError
-
-T = TypeVar("T")
+from chatspace_lab.steering.vectors import as_index
 
 CHOICES = ("last", "prompt", "answer", "all")
 
 
-def as_list(value: T | Iterable[T]) -> list[T]:
-    """Return one thing, or several, as a list.
+def as_handles(value: CaptureHandle | Iterable[CaptureHandle]) -> list[CaptureHandle]:
+    """Return one capture handle, or several, as a list.
 
     Raises
     ------
     AnalysisError
-        If there is none.
+        If there is none, or it is something else.
     """
-    found = list(value) if isinstance(value, Iterable) else [value]
+    found = list(value) if np.iterable(value) else [value]
     if not found:
         raise AnalysisError("there is nothing to analyse: give at least one fetched capture handle")
+    other = next((type(each).__name__ for each in found if not isinstance(each, CaptureHandle)), None)
+    if other is not None:
+        raise AnalysisError(f"expected fetched capture handles, got {other}")
     return found
 
 
 def as_layers(layers: Iterable[int] | int) -> tuple[int, ...]:
-    """Return one layer, or several, as a tuple of Python's own integers."""
-    return (int(layers),) if isinstance(layers, int | Integral) else tuple(int(layer) for layer in layers)
+    """Return one layer, or several, as a tuple of Python's own integers, each once.
+
+    Raises
+    ------
+    SteeringError
+        If one is no whole number.
+    """
+    given: Any = layers if np.iterable(layers) and not isinstance(layers, str) else [layers]
+    return tuple(dict.fromkeys(as_index(layer, "a layer") for layer in given))
+
+
+def as_numbers(value: Any, what: str) -> np.ndarray:
+    """Return an array or tensor of any number type, or a list, as float64, whatever its shape.
+
+    Raises
+    ------
+    AnalysisError
+        If it holds anything but numbers.
+    """
+    try:
+        array = value.detach().cpu().double().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise AnalysisError(f"{what}: expected numbers, got {type(value).__name__}") from error
+    if array.dtype.kind not in "fiu":
+        raise AnalysisError(f"{what}: expected numbers, got {type(value).__name__} of {array.dtype}")
+    return array.astype(np.float64)
 
 
 def chosen_layers(handle: CaptureHandle, layers: Sequence[int] | int | None) -> tuple[int, ...]:

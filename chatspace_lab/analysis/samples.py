@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
-from chatspace_lab.analysis.rows import as_layers, as_list, chosen_layers, mean_activation
+from chatspace_lab.analysis.rows import as_handles, as_layers, as_numbers, chosen_layers, mean_activation
 from chatspace_lab.capture import CaptureHandle
 from chatspace_lab.errors import AnalysisError
 
@@ -38,7 +37,7 @@ def samples_of(
     AnalysisError, MessageLocationError
         If a handle has no such rows or layer.
     """
-    chosen = as_list(handles)
+    chosen = as_handles(handles)
     return {
         layer: np.stack([mean_activation(handle, layer, tokens) for handle in chosen])
         for layer in chosen_layers(chosen[0], layers)
@@ -80,12 +79,11 @@ def _arrays(side: Samples, name: str, tokens: str | int, layers: Sequence[int] |
     given: Mapping[int, Any] = side if isinstance(side, Mapping) else samples_of(side, tokens, layers)
     found = {}
     for layer, rows in given.items():
-        values = rows.detach().cpu().double().numpy() if isinstance(rows, torch.Tensor) else np.asarray(rows)
-        if values.ndim != 2 or values.dtype.kind not in "fiu":
+        values = as_numbers(rows, f"{name}, layer {layer}")
+        if values.ndim != 2:
             raise AnalysisError(
                 f"{name}, layer {layer}: expected numbers of shape [samples, hidden_size], got {list(values.shape)}"
             )
-        values = values.astype(np.float64)
         bad = np.flatnonzero(~np.isfinite(values).all(axis=1))
         if len(bad):
             raise AnalysisError(f"{name}, layer {layer}: samples {bad.tolist()[:8]} hold NaN or infinite entries")

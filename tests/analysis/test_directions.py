@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from sklearn.decomposition import PCA
@@ -170,6 +171,12 @@ def test_arguments(samples: tuple) -> None:
         logistic_probe(positive, negative, regularisation=0.0)
     with pytest.raises(AnalysisError, match=r"no samples of layers \[9\]"):
         difference_of_means(positive, negative, layers=[9])
+    for layers in (1.0, [1.9], "1"):
+        with pytest.raises(SteeringError, match="a layer is a whole number"):
+            difference_of_means(positive, negative, layers=layers)
+    assert difference_of_means(positive, negative, layers=np.array([1, 1])).layers == (1,)
+    with pytest.raises(AnalysisError, match="expected fetched capture handles, got ndarray"):
+        difference_of_means(positive[0], negative[0])
 
 
 def test_saved_and_loaded(samples: tuple, tmp_path: Path) -> None:
@@ -242,8 +249,12 @@ def test_pca_of_means() -> None:
     for bad, said in (
         ({"a": [1.0], "b": [2.0]}, "2 vectors have at most 1 components"),
         ({"a": [1.0], "b": [2.0, 1.0], "c": [1.0]}, "one length"),
-        ({"a": [np.nan], "b": [2.0], "c": [1.0]}, r"\['a'\] hold NaN"),
+        ({"a": [np.nan, 1.0], "b": [2.0, 1.0], "c": [1.0, 1.0]}, r"\['a'\] hold NaN"),
+        ({"a": [1.0], "b": [2.0], "c": [5.0], "d": [6.0]}, "4 vectors have at most 1 components, not 2"),
+        (dict.fromkeys("abc", "text"), r"means\['a'\]: expected numbers, got str"),
         (dict.fromkeys("abc", (1.0, 2.0)), "all vectors are the same"),
     ):
         with pytest.raises(AnalysisError, match=said):
             pca_frame(bad)
+    tensors = {label: torch.tensor(mean, requires_grad=True).bfloat16() for label, mean in means.items()}
+    pd.testing.assert_frame_equal(pca_frame(tensors)[0], pca_frame(means)[0])

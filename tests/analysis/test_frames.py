@@ -81,8 +81,8 @@ def test_layers_and_requests() -> None:
         ("b", 7): 180,
     }
     assert frame[(frame.layer == 7) & (frame.request == "b")]["projection_d"].tolist() == [80, 8, 16, 4, 8, 10, 10]
-    for chosen in (7, [7], np.int64(7), np.array([7])):
-        assert set(token_frame(first, layers=chosen)["layer"]) == {7}
+    for chosen in (7, [7], np.int64(7), np.array([7, 7])):
+        assert token_frame(first, layers=chosen)["layer"].tolist() == [7] * 7
     alike = token_frame(iter([first]), directions={"d": Direction("d", {3: [2.0, 0.0], 7: [0.0, 2.0]})})
     assert alike["projection_d"].tolist() == frame[frame.request == "a"]["projection_d"].tolist()
     with pytest.raises(RequestError, match="no vector for layer 7"):
@@ -188,8 +188,11 @@ def test_cosines_between_messages() -> None:
         "answer": [6, 5],
     }
     pd.testing.assert_series_equal(cosine_frame(means)["cosine"], frame["cosine"])
-    with pytest.raises(AnalysisError, match="different shapes"):
-        cosine_frame({"a": [1.0], "b": [1.0, 2.0]})
+    for bad in ({"a": [1.0], "b": [1.0, 2.0]}, {"a": [[1.0, 2.0]], "b": [[1.0, 2.0]]}):
+        with pytest.raises(AnalysisError, match="different shapes"):
+            cosine_frame(bad)
+    halves = {label: torch.from_numpy(mean).bfloat16() for label, mean in means.items()}
+    pd.testing.assert_series_equal(cosine_frame(halves)["cosine"], frame["cosine"])
 
 
 def test_which_rows() -> None:
