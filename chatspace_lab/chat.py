@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from chatspace_lab.errors import MessageLocationError, RequestError
 
 Message = Mapping[str, Any]
+
+MARKER = re.compile(r"CLM(\d+)XQQQQQQ\1MLC")
+"""Stands for the content of the message of that number where the template is looked at."""
+
+_Chosen = tuple[Any, ...]
+"""Nothing, or (what was chosen before, the last choice): lists that share their beginnings."""
 
 
 class ChatResponse(str):
@@ -206,7 +215,6 @@ def _locate(
     stand in the real text too; what stands at a marker must be what templates make of a content: itself, trimmed, or
     what follows its closed thinking. Only a division that rebuilds the text exactly, and is the only one, counts.
     """
-    count = len(conversation)
 
     def fail(reason: str) -> tuple[MessageLocationError, ...]:
         return tuple(
@@ -216,18 +224,18 @@ def _locate(
 
     if offsets is None:
         return fail("this tokenizer does not say which characters a token stands for")
-    markers = [f"CLM{index}X{'Q' * 6}{index}MLC" for index in range(count)]
-    if any(marker in text for marker in markers):
+    if MARKER.search(text):
         return fail("its text contains the markers used to find it")
     try:
         skeleton = template(
-            [{**message, "content": marker} for message, marker in zip(conversation, markers, strict=True)]
+            [{**message, "content": f"CLM{index}XQQQQQQ{index}MLC"} for index, message in enumerate(conversation)]
         )
     except Exception as error:  # noqa: BLE001 - templates raise what they like
         return fail(f"the template does not render other contents: {error}")
-    spans = _divide(skeleton, markers, [message.get("content") or "" for message in conversation], text)
+    spans = _divide(skeleton, [message.get("content") or "" for message in conversation], text)
     if isinstance(spans, str):
         return fail(spans)
+    edges = np.array(offsets, dtype=np.int64).reshape(-1, 2)
     found: list[MessageBoundary | MessageLocationError] = []
     for index, (message, places) in enumerate(zip(conversation, spans, strict=True)):
         where = f"message {index} ({message['role']}) cannot be located: "
@@ -235,52 +243,36 @@ def _locate(
             reason = "the template leaves it out" if not places else f"the template repeats it {len(places)} times"
             found.append(MessageLocationError(where + reason))
             continue
-        start, end = _token_span(places[0], offsets)
+        start, end = _token_span(places[0], edges)
         found.append(MessageBoundary(message["role"], message.get("content") or "", start, end))
     return _without_shared_tokens(found)
 
 
-def _divide(skeleton: str, markers: list[str], contents: list[str], text: str) -> list[list[tuple[int, int]]] | str:
+def _divide(skeleton: str, contents: list[str], text: str) -> list[list[tuple[int, int]]] | str:
     """Return each message's character spans in ``text``, or why there is no single answer."""
-    pieces: list[tuple[str, int | None]] = []  # literal text, then the index of the message after it
-    rest = skeleton
-    while True:
-        hits = [(rest.find(marker), index) for index, marker in enumerate(markers) if marker in rest]
-        if not hits:
-            pieces.append((rest, None))
-            break
-        at, index = min(hits)
-        pieces.append((rest[:at], index))
-        rest = rest[at + len(markers[index]) :]
+    *pieces, tail = MARKER.split(skeleton)  # literal text, index of the message after it, literal text, …
     forms = [_forms(content) for content in contents]
-    solutions: list[list[tuple[int, int, int]]] = []
-    steps = 0
-
-    def search(piece: int, at: int, taken: list[tuple[int, int, int]]) -> None:
-        nonlocal steps
-        steps += 1
-        if len(solutions) > 1 or steps > 100_000:
-            return
-        literal, message = pieces[piece]
-        if not text.startswith(literal, at):
-            return
-        at += len(literal)
-        if message is None:
-            if at == len(text) and taken not in solutions:
-                solutions.append(taken)
-            return
-        for form in forms[message]:
-            if text.startswith(form, at):
-                search(piece + 1, at + len(form), [*taken, (message, at, at + len(form))])
-
-    search(0, 0, [])
-    if not solutions:
+    # Where in the text one can be so far, and by which choices of (message, start, end): two of them say enough.
+    reached: dict[int, list[_Chosen]] = {0: [()]}
+    for literal, number in zip(pieces[::2], map(int, pieces[1::2]), strict=True):
+        before, reached = reached, {}
+        for at, ways in before.items():
+            start = at + len(literal)
+            for form in forms[number] if text.startswith(literal, at) else ():
+                if text.startswith(form, start):
+                    span = (number, start, start + len(form))
+                    here = reached.setdefault(span[-1], [])
+                    here += [(way, span) for way in ways][: 2 - len(here)]
+    found = [way for at, ways in reached.items() if text[at:] == tail for way in ways]
+    if not found:
         return "the template changes its content in a way that is not known"
-    if len(solutions) > 1:
+    if len(found) > 1:
         return "the rendered text can be divided in more than one way"
-    spans: list[list[tuple[int, int]]] = [[] for _ in markers]
-    for message, start, end in solutions[0]:
-        spans[message].append((start, end))
+    spans: list[list[tuple[int, int]]] = [[] for _ in contents]
+    chosen = found[0]
+    while chosen:
+        chosen, (message, start, end) = chosen
+        spans[message].insert(0, (start, end))
     return spans
 
 
@@ -293,14 +285,18 @@ def _forms(content: str) -> list[str]:
     return list(dict.fromkeys(forms))
 
 
-def _token_span(characters: tuple[int, int], offsets: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Return the tokens that share a character with ``[start, end)``; an empty span lies where its text would."""
+def _token_span(characters: tuple[int, int], edges: np.ndarray) -> tuple[int, int]:
+    """Return the tokens that share a character with ``[start, end)``; an empty span lies where its text would.
+
+    ``edges`` [tokens, 2] int64 are the characters of each token, as start and end.
+    """
     start, end = characters
-    first = next((index for index, (_, high) in enumerate(offsets) if high > start), len(offsets))
+    behind = np.flatnonzero(edges[:, 1] > start)
+    first = int(behind[0]) if len(behind) else len(edges)
     if start == end:
         return first, first
-    last = max((index for index, (low, high) in enumerate(offsets) if low < end and high > start), default=first - 1)
-    return first, last + 1
+    sharing = behind[edges[behind, 0] < end]
+    return first, int(sharing[-1]) + 1 if len(sharing) else first
 
 
 def _without_shared_tokens(

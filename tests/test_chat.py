@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import time
 from typing import Any
 
 import pytest
@@ -216,6 +217,22 @@ def test_two_ways_to_divide(tokenizer: Any) -> None:
     chat = render(tokenizer, [user("a"), assistant(" "), user("b")], {"chat_template": template})
     for index, text in enumerate(held(tokenizer, chat)):
         assert text is None or text.strip() in ("a", "", "b")[index]
+
+
+def test_a_conversation_of_thousands(tokenizer: Any) -> None:
+    """It neither passes Python's depth of calls nor holds up the engine's loop."""
+    messages = [message for index in range(1000) for message in (user(f"Number {index}"), assistant("yes "))]
+    began = time.process_time()
+    chat = render(tokenizer, messages, {"chat_template": PLAIN})
+    assert time.process_time() - began < 3  # a quarter of a second; it took longer than this for 1000 messages
+    assert held(tokenizer, chat) == [message["content"] for message in messages]
+
+
+@pytest.mark.parametrize("count", [2, 3, 40])
+def test_white_space_that_can_be_divided_in_many_ways(tokenizer: Any, count: int) -> None:
+    template = "{% for m in messages %}{{ m.content | trim if loop.last else m.content }}{% endfor %}"
+    chat = render(tokenizer, [user(" ")] * count, {"chat_template": template})
+    assert held(tokenizer, chat) == [None] * count  # whose is the space that is gone?
 
 
 def test_a_tokenizer_without_offsets(tokenizer: Any) -> None:
