@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -214,18 +214,20 @@ class CaptureHandle:
         return torch.from_numpy((await self._source.reduce([self], chosen, how, NO_UNITS))[0])
 
     def check_layers(self, layers: Sequence[int] | None) -> tuple[int, ...]:
-        """Return the layers to read, None being all captured ones.
+        """Return the layers to read, as Python's own numbers; None is all captured ones.
 
         Raises
         ------
         CaptureError
             If one was not captured.
         """
-        chosen = self.layer_indices if layers is None else tuple(layers)
+        if layers is None:
+            return self.layer_indices
+        chosen = list(layers) if isinstance(layers, Iterable) else [layers]
         for layer in chosen:
             if layer not in self.layer_indices:
                 raise CaptureError(f"layer {layer} was not captured, only {list(self.layer_indices)}")
-        return chosen
+        return tuple(int(layer) for layer in chosen)
 
     def label(self, values: np.ndarray, directions: DirectionSet, first: int = 0) -> Readings:
         """Return ``values`` [layers, rows, 1 + directions] of the rows from the ``first`` on as readings."""
@@ -345,13 +347,13 @@ class CaptureHandle:
 
     def __del__(self) -> None:
         if getattr(self, "_state", "closed") in ("running", "ready"):
+            self._source.discard(self.request_id)  # first: a warning may be an error
             warnings.warn(
                 f"captures of request {self.request_id} were dropped without fetching or closing them",
                 ResourceWarning,
                 source=self,
                 stacklevel=2,
             )
-            self._source.discard(self.request_id)
 
     def __repr__(self) -> str:
         rows = f"{len(self.positions)} rows" if self._state != "running" else "running"

@@ -87,7 +87,7 @@ def read_rows(rows: torch.Tensor, units: np.ndarray) -> np.ndarray:
         ``[layers or 1, directions, hidden_size]`` float32.
     """
     layers, tokens, _ = rows.shape
-    values = torch.empty(layers, tokens, 1 + units.shape[1])
+    values = torch.empty(layers, tokens, 1 + units.shape[1], dtype=torch.float32)
     directions = torch.from_numpy(units)
     for layer in range(layers):
         x = rows[layer].float()

@@ -178,6 +178,17 @@ def test_dropping_warns_and_tells_the_workers() -> None:
     assert source.dropped == ["r"]
 
 
+def test_dropping_tells_the_workers_where_warnings_are_errors() -> None:
+    source = Source()
+    handle = make(source)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ResourceWarning):
+            handle.__del__()
+    assert source.dropped == ["r"]
+    handle.lose()
+
+
 def test_no_warning_without_cause() -> None:
     gc.collect()  # what other tests left is theirs
     with warnings.catch_warnings():
@@ -226,6 +237,9 @@ def test_reading_gives_labelled_norms_projections_and_cosines() -> None:
     assert readings.projection("up").tolist() == readings.norm.tolist()
     assert readings.projection("down")[:, 0].tolist() == [501.0, -201.0]
     assert readings.cosine("down")[:, 3].tolist() == [1.0, -1.0]
+    for layers in ([np.int64(5)], np.array([5]), torch.tensor([5]), 5, np.int64(5)):  # the workers read Python's own
+        (layer,) = handle.check_layers(layers)
+        assert (layer, type(layer)) == (5, int)
     with pytest.raises(RequestError, match=r"'left' was not read, only \['up', 'down'\]"):
         readings.projection("left")
     with pytest.raises(CaptureError, match="layer 3 was not captured"):

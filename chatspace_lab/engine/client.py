@@ -355,11 +355,13 @@ class EngineClient:
         if self._closed:
             return
         self._closed = True
-        with contextlib.suppress(errors.EngineDeadError):
-            self.loop.call(self._shutdown(), timeout_s=60)
-        end(self._processes, self._shared, timeout_s=5)
-        self.loop.close()
-        self._log.close()
+        try:
+            with contextlib.suppress(errors.EngineDeadError, TimeoutError):
+                self.loop.call(self._shutdown(), timeout_s=60, patience_s=0)
+        finally:  # also when it is interrupted: there is no second time
+            end(self._processes, self._shared, timeout_s=5)
+            self.loop.close()
+            self._log.close()
 
     async def _shutdown(self) -> None:
         # By default vLLM kills an engine that is not gone after 5 seconds, and then its shared memory stays.

@@ -11,6 +11,7 @@ from chatspace_lab.capture import CaptureHandle
 from chatspace_lab.engine.captures import CaptureBroker
 from chatspace_lab.engine.stream import StreamDelta
 from chatspace_lab.engine.together import ended
+from chatspace_lab.errors import LabError
 from chatspace_lab.readings import Readings
 from chatspace_lab.steering.directions import DirectionSet
 
@@ -61,6 +62,10 @@ class LiveReader:
                 if self._waiting:
                     put(await self._next())
             await task
+        except LabError:
+            if task.done():
+                await task  # a request that failed lost its rows, so that reading them failed too: it says why
+            raise
         finally:
             await ended([task])
 

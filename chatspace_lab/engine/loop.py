@@ -50,10 +50,17 @@ class RemoteTask(Generic[T]):
             self.finished.set_result(task.result())
 
     def cancel(self) -> None:
-        """Cancel the task; :attr:`finished` says when it has ended."""
+        """Cancel the task; :attr:`finished` says when it has ended. Again does nothing: it is cleaning up."""
+        if self._cancelled:
+            return
         self._cancelled = True
         with contextlib.suppress(RuntimeError):  # the loop is closed, and nothing runs on it
-            self._loop.call_soon_threadsafe(lambda: self._task and self._task.cancel())
+            self._loop.call_soon_threadsafe(self._cancel)
+
+    def _cancel(self) -> None:
+        # A task that is cancelled before its first step never takes one, and its cleaning up is left out.
+        if self._task is not None:
+            self._loop.call_soon(self._task.cancel)
 
 
 class LoopThread:

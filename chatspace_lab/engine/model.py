@@ -16,7 +16,7 @@ from chatspace_lab.engine.serving import RequestMethods
 from chatspace_lab.engine.state import SessionSteering
 from chatspace_lab.engine.steering_methods import SessionSteeringMethods
 from chatspace_lab.engine.stream import TextStream
-from chatspace_lab.errors import SteeringError
+from chatspace_lab.errors import CaptureError, SteeringError
 from chatspace_lab.readings import Readings
 from chatspace_lab.steering.directions import DirectionSet
 from chatspace_lab.steering.program import check_layer
@@ -237,7 +237,7 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods):
         CaptureClosedError, CaptureError
             If any cannot be given; the others are fetched all the same.
         """
-        await self._client.captures.fetch(list(handles))
+        await self._client.captures.fetch(_handles(handles))
 
     async def read_captures(
         self,
@@ -263,13 +263,14 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods):
         ------
         CaptureError, CaptureClosedError, RequestError, SteeringError
         """
+        handles = _handles(handles)
         if not handles:
             return []
         chosen = handles[0].check_layers(layers)
         for handle in handles:
             handle.check_layers(chosen)
         laid = DirectionSet.of(directions, chosen, self.hidden_size)
-        values = await self._client.captures.reduce(list(handles), chosen, "read", laid.units)
+        values = await self._client.captures.reduce(handles, chosen, "read", laid.units)
         return [handle.label(each, laid) for handle, each in zip(handles, values, strict=True)]
 
     def observe(self, observer: Observer) -> None:
@@ -315,3 +316,10 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods):
     def __repr__(self) -> str:
         steered = len(self._session.spec.layers)
         return f"VLLMSteerModel({self.model_name!r}, {self.layer_count} layers, {steered} steered)"
+
+
+def _handles(handles: Iterable[CaptureHandle]) -> list[CaptureHandle]:
+    found = list(handles) if isinstance(handles, Iterable) else [handles]
+    if not all(isinstance(handle, CaptureHandle) for handle in found):
+        raise CaptureError("expected a list of CaptureHandle, as generate and chat return them with capture_layers")
+    return found

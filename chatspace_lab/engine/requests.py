@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -269,12 +269,11 @@ def check_capture_layers(layers: Any, layer_count: int, name: str = "capture_lay
     RequestError
         If one does not exist, or there is none.
     """
-    if isinstance(layers, int) and not isinstance(layers, bool):
-        layers = [layers]
-    if isinstance(layers, str) or not hasattr(layers, "__iter__"):
+    single = isinstance(layers, int | np.integer) or (isinstance(layers, np.ndarray | torch.Tensor) and not layers.ndim)
+    if isinstance(layers, str | bool) or not (single or isinstance(layers, Iterable)):
         raise RequestError(f"{name}: expected layer numbers, got {layers!r}")
     try:
-        chosen = sorted({check_layer(layer, layer_count) for layer in layers})
+        chosen = sorted({check_layer(layer, layer_count) for layer in ([layers] if single else layers)})
     except SteeringError as error:
         raise RequestError(f"{name}: {error}") from None
     if not chosen:

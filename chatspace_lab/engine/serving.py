@@ -109,28 +109,33 @@ class RequestMethods:
         layers = None if ask.capture_layers is None else check_capture_layers(ask.capture_layers, self.layer_count)
         capture_where = as_where(ask.capture_where)
         specs = steering_per_prompt(ask.steering, len(prompts))
-        submissions = []
-        for index, (prompt, spec) in enumerate(zip(prompts, specs, strict=True)):
-            spans = layers and spans_of(capture_where, prompt, params, self.tokenizer, self.max_model_len)
-            for sample in range(params.n):
-                request_id = uuid.uuid4().hex[:16]
-                handle = None
-                if layers and spans:
-                    handle = CaptureHandle(
-                        self._client.captures,
-                        request_id=request_id,
-                        layers=layers,
-                        spans=spans,
-                        hidden_size=self.hidden_size,
-                        prompt_token_ids=prompt.token_ids,
-                        boundaries=prompt.chat.boundaries if prompt.chat else None,
-                        copies=self.config.tensor_parallel_size,
-                        prompt_index=index,
-                        sample_index=sample,
-                    )
-                submissions.append(Submission(request_id, prompt, params, handle, index, sample))
-                self._steer(submissions[-1], spec)
+        submissions = [
+            Submission(uuid.uuid4().hex[:16], prompt, params, None, index, sample)
+            for index, prompt in enumerate(prompts)
+            for sample in range(params.n)
+        ]
+        for each in submissions:
+            self._steer(each, specs[each.prompt_index])
+        if layers is not None:
+            spans = [spans_of(capture_where, each, params, self.tokenizer, self.max_model_len) for each in prompts]
+            for each in submissions:  # last, once nothing can be wrong any more: a handle that is dropped warns
+                each.handle = self._handle(each, layers, spans[each.prompt_index])
         return submissions
+
+    def _handle(self, submission: Submission, layers: list[int], spans: list[int]) -> CaptureHandle:
+        prompt = submission.prompt
+        return CaptureHandle(
+            self._client.captures,
+            request_id=submission.request_id,
+            layers=layers,
+            spans=spans,
+            hidden_size=self.hidden_size,
+            prompt_token_ids=prompt.token_ids,
+            boundaries=prompt.chat.boundaries if prompt.chat else None,
+            copies=self.config.tensor_parallel_size,
+            prompt_index=submission.prompt_index,
+            sample_index=submission.sample_index,
+        )
 
     def _steer(self, submission: Submission, spec: SteeringSpec | None) -> None:
         """Give a request its own steering, or with None the session's."""
@@ -196,8 +201,9 @@ class RequestMethods:
         return TextStream(
             submission.request_id,
             lambda put: self._loop.spawn(pump(put)),
-            None if read_only else submission.handle,
+            submission.handle,
             prompts[0].chat,
+            read_only=read_only,
         )
 
     def _directions(self, ask: Ask, directions: Mapping[str, Any] | None) -> DirectionSet | None:

@@ -120,8 +120,11 @@ class SessionSteeringMethods:
             yield
         finally:
             if self._session.holds(mark):  # also when the cancellation came just after the push
-                restored = self._loop.spawn(self._session.leave(mark))
-                await asyncio.shield(asyncio.wrap_future(restored.finished))
+                try:
+                    await asyncio.sleep(0)  # as in _in_turn: tasks that were created in the block
+                finally:
+                    restored = self._loop.spawn(self._session.leave(mark))
+                    await asyncio.shield(asyncio.wrap_future(restored.finished))
 
     async def _in_turn(self, action: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run a change behind the requests that were made before it."""

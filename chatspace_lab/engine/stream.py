@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import threading
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -46,6 +49,32 @@ Pump = Callable[[Callable[[StreamDelta], None]], RemoteTask[None]]
 """Starts a request that hands each piece on, and returns its task."""
 
 
+class _Mailbox:
+    """What is put on one thread is got on any event loop, in order. None is the end, which stays."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._items: deque[StreamDelta | None] = deque()
+        self._readers: list[concurrent.futures.Future[None]] = []
+
+    def put(self, item: StreamDelta | None) -> None:
+        with self._lock:
+            self._items.append(item)
+            readers, self._readers = self._readers, []
+        for reader in readers:
+            if reader.set_running_or_notify_cancel():
+                reader.set_result(None)
+
+    async def get(self) -> StreamDelta | None:
+        while True:
+            with self._lock:
+                if self._items:
+                    return None if self._items[0] is None else self._items.popleft()
+                reader: concurrent.futures.Future[None] = concurrent.futures.Future()
+                self._readers.append(reader)
+            await asyncio.wrap_future(reader)
+
+
 class TextStream(AsyncIterator[StreamDelta]):
     """Iterate with ``async for`` over :class:`StreamDelta`.
 
@@ -68,31 +97,34 @@ class TextStream(AsyncIterator[StreamDelta]):
         The captures, if asked for; ready once the stream has ended, also when it was left early.
     """
 
-    def __init__(self, request_id: str, pump: Pump, handle: CaptureHandle | None, chat: RenderedChat | None) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        pump: Pump,
+        handle: CaptureHandle | None,
+        chat: RenderedChat | None,
+        *,
+        read_only: bool = False,
+    ) -> None:
         self.request_id = request_id
         self.text = ""
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.cached_tokens = 0
-        self.handle = handle
+        self.handle = None if read_only else handle
+        self._rows = handle
         self._readings: list[Readings] = []
         self._chat = chat
         self._pump = pump
         self._task: RemoteTask[None] | None = None
-        self._queue: asyncio.Queue[StreamDelta | None] | None = None
+        self._mailbox = _Mailbox()
         self._closed_unused = self._left = False
 
-    def _start(self) -> asyncio.Queue[StreamDelta | None]:
-        loop = asyncio.get_running_loop()
-        queue: asyncio.Queue[StreamDelta | None] = asyncio.Queue()
-
-        def put(item: StreamDelta | None) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(queue.put_nowait, item)
-
-        self._task = self._pump(put)
-        self._task.finished.add_done_callback(lambda _: put(None))
-        return queue
+    def _start(self) -> RemoteTask[None]:
+        put = self._mailbox.put
+        task = self._pump(put)
+        task.finished.add_done_callback(lambda _: put(None))
+        return task
 
     def __aiter__(self) -> TextStream:
         return self
@@ -100,16 +132,14 @@ class TextStream(AsyncIterator[StreamDelta]):
     async def __anext__(self) -> StreamDelta:
         if self._closed_unused:
             raise StopAsyncIteration
-        if self._queue is None:
-            self._queue = self._start()
-        assert self._task is not None
+        if self._task is None:
+            self._task = self._start()
         try:
-            delta = await self._queue.get()
+            delta = await self._mailbox.get()
         except asyncio.CancelledError:
             await self.aclose()
             raise
         if delta is None:
-            self._queue.put_nowait(None)  # the end stays the end
             if not self._left:
                 self._task.finished.result()
             raise StopAsyncIteration
@@ -131,16 +161,15 @@ class TextStream(AsyncIterator[StreamDelta]):
 
     async def aclose(self) -> None:
         """Abort the request if it still runs, and wait until the engine has let go of it."""
-        if self._task is None or self._queue is None:
+        if self._task is None:
             self._closed_unused = True
-            if self.handle is not None:
-                self.handle.close()
+            if self._rows is not None:
+                self._rows.close()
         elif not self._task.finished.done():
             self._left = True
             self._task.cancel()
-            while (delta := await self._queue.get()) is not None:
+            while (delta := await self._mailbox.get()) is not None:
                 self._take(delta)
-            self._queue.put_nowait(None)
 
     async def __aenter__(self) -> TextStream:
         return self
@@ -151,8 +180,10 @@ class TextStream(AsyncIterator[StreamDelta]):
         await self.aclose()
 
     def __del__(self) -> None:
-        task = getattr(self, "_task", None)
-        if task is not None and not task.finished.done():
+        task, rows = self._task, self._rows
+        if task is None and rows is not None:
+            rows.close()  # it never began, and never will
+        elif task is not None and not task.finished.done():
             task.cancel()
 
     def response(self) -> ChatResponse:

@@ -265,6 +265,19 @@ def test_steering_is_restored_over_what_was_pushed_inside(model: VLLMSteerModel,
     asyncio.run(main())
 
 
+def test_a_task_made_in_a_steering_block_is_steered(model: VLLMSteerModel, vector: Any) -> None:
+    """Also if it has not begun when the block is left: changes come behind the requests that were made before."""
+
+    async def main() -> None:
+        plain = await prompt_rows(model, 5)
+        async with model.steering(SteeringSpec.at(5, AddSpec(vector))):
+            task = asyncio.create_task(prompt_rows(model, 5))
+        assert error(await task, plain + vector) < 1e-5
+        assert error(await prompt_rows(model, 5), plain) < 1e-5
+
+    asyncio.run(main())
+
+
 def test_a_bad_spec_changes_nothing(model: VLLMSteerModel, vector: Any) -> None:
     before = SteeringSpec.at(3, AddSpec(vector))
     bad = SteeringSpec.at([4, 999], AddSpec(vector))
@@ -358,6 +371,9 @@ def test_fetching_in_any_way(model: VLLMSteerModel, hf: Oracle) -> None:
         assert [handle.is_fetched for handle in handles] == [False, True, False, True]
         await model.fetch_captures_batch(handles[::-1])
         await model.fetch_captures_batch([*handles, *handles])  # again, and twice at once
+        for no_handles in ([None], [handles], "handles"):
+            with pytest.raises(CaptureError, match="expected a list of CaptureHandle"):
+                await model.fetch_captures_batch(no_handles)
         assert await handles[0].fetch() is handles[0]
         for prompt, handle in zip(prompts, handles, strict=True):
             assert handle.layer_indices == (0, 29)
@@ -427,12 +443,16 @@ def test_a_dropped_handle_warns_and_frees_its_rows(model: VLLMSteerModel) -> Non
     wait_until(lambda: held(model) == NOTHING)
 
 
-def test_a_call_that_failed_does_not_warn(model: VLLMSteerModel) -> None:
+def test_a_call_that_failed_does_not_warn(model: VLLMSteerModel, vector: Any) -> None:
+    bad = SteeringSpec.at(999, AddSpec(vector))
+
     async def main() -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             with pytest.raises(LabError):
                 await model.generate([PROMPT, "x" * 100_000], **SHORT, capture_layers=[1])
+            with pytest.raises(SteeringError):
+                await model.generate([PROMPT] * 2, **SHORT, capture_layers=[1], steering=[SteeringSpec.none(), bad])
             with pytest.raises(RequestError):
                 model.stream(PROMPT, n=3, capture_layers=[1])
             task = asyncio.create_task(model.generate(PROMPT, **LONG, capture_layers=[1]))

@@ -98,6 +98,30 @@ def test_cancelling_waits_for_the_cleanup(loop: LoopThread, times: int) -> None:
     asyncio.run(main())
 
 
+def test_what_is_cancelled_at_once_has_begun_and_is_cancelled_once(loop: LoopThread) -> None:
+    """Its ``finally`` runs, whole: a stream that is left before it began must know that it was."""
+    seen: list[str] = []
+
+    async def work() -> None:
+        seen.append("began")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.01)
+            seen.append("cleaned")
+
+    held_up = threading.Event()
+    loop.loop.call_soon_threadsafe(held_up.wait)  # what follows arrives in one turn of the loop
+    task = loop.spawn(work())
+    task.cancel()
+    held_up.set()
+    task.cancel()
+    wait_until(lambda: "began" in seen)
+    task.cancel()
+    wait_until(task.finished.done)
+    assert seen == ["began", "cleaned"]
+
+
 def test_a_result_that_comes_too_late_is_let_go(loop: LoopThread) -> None:
     """A handle in it holds memory of the workers, and a notebook keeps the last traceback for long."""
 

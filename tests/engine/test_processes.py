@@ -137,7 +137,7 @@ def test_a_worker_that_dies(llama: str, no_leftovers: None) -> None:
 
 
 def test_two_models_in_one_process(llama: str, tmp_path: Path, no_leftovers: None) -> None:
-    """Each has its own steering, and closing one leaves the other alone."""
+    """Each has its own steering, and closing one, even if that is interrupted, leaves the other alone."""
     other = tiny.build("gpt2", tmp_path / "gpt2", seed=1)
     spec = SteeringSpec.at(1, AddSpec(torch.ones(tiny.HIDDEN)))
 
@@ -153,6 +153,11 @@ def test_two_models_in_one_process(llama: str, tmp_path: Path, no_leftovers: Non
         with started(other, **OPTIONS) as two:
             asyncio.run(check(one, llama, spec))
             asyncio.run(check(two, other, SteeringSpec.none()))
+            # No second close() would do anything: what is left of the engine ends all the same.
+            interrupt = threading.Timer(0.05, signal.raise_signal, [signal.SIGINT])
+            interrupt.start()
+            with pytest.raises(KeyboardInterrupt):
+                two.close()
         asyncio.run(check(one, llama, spec))
 
 

@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from chatspace_lab import AddSpec, SteeringSpec, Where
+from chatspace_lab import AddSpec, CaptureHandle, SteeringSpec, Where
+from chatspace_lab.engine.live import LiveReader
 from chatspace_lab.engine.model import VLLMSteerModel
-from chatspace_lab.errors import CaptureClosedError, RequestError, SteeringError
+from chatspace_lab.engine.stream import StreamDelta
+from chatspace_lab.errors import CaptureClosedError, RequestError, SteeringError, WorkerError
+from chatspace_lab.steering.directions import DirectionSet
 from tests.conftest import held, wait_until
 
 MESSAGES = [
@@ -119,6 +122,23 @@ def test_a_stream_that_is_left_keeps_what_it_read_and_frees_the_rest(model: VLLM
 
     asyncio.run(main())
     wait_until(lambda: held(model)["buffers"] == 0)
+
+
+def test_a_request_that_fails_says_why_and_not_that_its_rows_are_gone(model: VLLMSteerModel) -> None:
+    handle = CaptureHandle(
+        model._client.captures, request_id="x", layers=[3], spans=[0, -1], hidden_size=2, prompt_token_ids=[1, 2]
+    )
+    reader = LiveReader(
+        model._client.captures, handle, DirectionSet.of(None, [3], 2), note=lambda readings: pytest.fail("no rows")
+    )
+
+    async def request() -> None:
+        reader.received(StreamDelta("a", (5,)))
+        handle.lose()
+        raise WorkerError("the engine failed")
+
+    with pytest.raises(WorkerError, match="the engine failed"):
+        model._loop.call(reader.run(request(), put=lambda delta: None))
 
 
 def test_what_cannot_be_read_is_an_error_before_anything_runs(model: VLLMSteerModel) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from chatspace_lab.engine.requests import OWN_ARGUMENTS, prompts_from, sampling_from
+from chatspace_lab.engine.requests import OWN_ARGUMENTS, check_capture_layers, prompts_from, sampling_from
 from chatspace_lab.errors import RequestError
 
 UNREADABLE: list[dict[str, Any]] = [
@@ -71,3 +71,16 @@ def test_text_that_no_tokenizer_takes() -> None:
         prompts_from([[5], "half a pair: \ud83d"], lambda text: {"input_ids": [1]}, 100)
     with pytest.raises(RequestError, match="prompt 0: its text is no text"):
         prompts_from({"prompt_token_ids": [1], "prompt": 5}, None, 100)
+
+
+@pytest.mark.parametrize(
+    "layers", [3, np.int64(3), torch.tensor(3), np.array(3), [np.int64(3)], (3, 3), {3}, iter([3])]
+)
+def test_layers_of_any_kind(layers: Any) -> None:
+    assert check_capture_layers(layers, 4) == [3]
+
+
+@pytest.mark.parametrize("layers", [True, "3", b"3", [True], [3.0], 3.0, 4, [-1], [], torch.tensor(1.5), None])
+def test_layers_that_are_none(layers: Any) -> None:
+    with pytest.raises(RequestError, match="capture_layers"):
+        check_capture_layers(layers, 4)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import warnings
 from typing import Any
 
 import pytest
 import torch
 
 from chatspace_lab import AddSpec, SteeringSpec, VLLMSteerModel
+from chatspace_lab.engine.stream import TextStream
 from chatspace_lab.errors import RequestError
 from tests.conftest import NOTHING, held, unfinished, wait_until
 from tests.oracle import Oracle, error
@@ -22,6 +24,11 @@ LONG: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1500, "ignore_eos": Tr
 
 async def until(condition: Any) -> None:
     await asyncio.to_thread(wait_until, condition)
+
+
+async def rest(stream: TextStream) -> None:
+    async for _ in stream:
+        pass
 
 
 def test_a_stream_says_what_a_call_says(model: VLLMSteerModel, vector: torch.Tensor) -> None:
@@ -179,6 +186,7 @@ def test_left_before_the_first_token(model: VLLMSteerModel) -> None:
             waiting.cancel()
             await asyncio.wait([waiting])
             await stream.aclose()
+            assert stream.handle.state in ("ready", "closed")  # it knows that it was left, also if it never began
             if stream.handle.state == "ready":
                 await stream.handle.fetch()
                 assert stream.handle.hidden(3).shape == (len(stream.handle.token_ids), model.hidden_size)
@@ -214,6 +222,35 @@ def test_never_started(model: VLLMSteerModel) -> None:
         assert unfinished(model) == 0
 
     asyncio.run(main())
+
+
+def test_never_started_and_dropped(model: VLLMSteerModel) -> None:
+    """Nothing was captured, so nothing is warned of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for layers in ({"read_layers": [0]}, {"capture_layers": [0]}):
+            model.stream(PROMPT, **SHORT, **layers)
+            stream = model.stream(PROMPT, **SHORT, **layers)
+            asyncio.run(stream.aclose())
+            del stream
+            gc.collect()
+    assert not [each for each in caught if issubclass(each.category, ResourceWarning)]
+
+
+def test_a_stream_read_on_one_loop_after_the_other(model: VLLMSteerModel) -> None:
+    whole = asyncio.run(model.generate(PROMPT, **SHORT))
+    for steps in (1, 5):
+        stream = model.stream(PROMPT, **SHORT)
+        for _ in range(steps):
+            asyncio.run(anext(stream))  # type: ignore[arg-type]
+        asyncio.run(asyncio.wait_for(rest(stream), 30))
+        assert [stream.text] == whole
+        assert len(stream.token_ids) == 12
+    left = model.stream(PROMPT, **LONG)
+    asyncio.run(anext(left))  # type: ignore[arg-type]
+    asyncio.run(asyncio.wait_for(left.aclose(), 30))
+    assert unfinished(model) == 0
+    assert 0 < len(left.token_ids) < 1500
 
 
 def test_one_prompt_and_one_sample(model: VLLMSteerModel) -> None:

@@ -60,7 +60,9 @@ def test_a_spec_made_in_inference_mode() -> None:
         second = compiled(spec)
     assert first.salt(EVERYWHERE) == compiled(SteeringSpec.at([0, 1], AddSpec(V), AblationSpec(U))).salt(EVERYWHERE)
     assert second.salt(EVERYWHERE) == compiled(spec).salt(EVERYWHERE)
-    assert second.salt(EVERYWHERE) == compiled(SteeringSpec.at([0, 1], AddSpec(2 * V), AblationSpec(U))).salt(EVERYWHERE)
+    assert second.salt(EVERYWHERE) == compiled(SteeringSpec.at([0, 1], AddSpec(2 * V), AblationSpec(U))).salt(
+        EVERYWHERE
+    )
 
 
 def test_nothing_compiles_to_nothing() -> None:

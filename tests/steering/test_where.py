@@ -30,7 +30,9 @@ def test_each_choice() -> None:
     assert spans(Where.messages(1, 0, 1, -2)) == [1, 3, 5, 8]  # each message once, however it is named
 
 
-@pytest.mark.parametrize("where", [Where.span(np.int64(3), np.int32(14)), Where.span(3, 10**30), Where.messages(*np.arange(2))])
+@pytest.mark.parametrize(
+    "where", [Where.span(np.int64(3), np.int32(14)), Where.span(3, 10**30), Where.messages(*np.arange(2))]
+)
 def test_indices_are_whole_numbers_of_any_kind(where: Where) -> None:
     found = spans(where)
     assert found in ([3, 14], [3, FOREVER], [1, 3, 5, 8])
