@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from chatspace_lab.errors import RequestError
-from chatspace_lab.panels.rows import Row
+from chatspace_lab.panels.rows import Row, as_dicts
 from chatspace_lab.steering.specs import SteeringSpec
 from chatspace_lab.steering.where import Where
 
@@ -28,6 +28,13 @@ class Turn:
     baseline: str | None = None
     steered: str | None = None
     made: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        texts = isinstance(self.user, str) and all(
+            isinstance(each, str | None) for each in (self.baseline, self.steered)
+        )
+        if not texts or not isinstance(self.made, Mapping):
+            raise RequestError("a turn has a text for user, texts or None for the answers, and a dict for made")
 
     def plain(self) -> dict[str, Any]:
         """Return it as JSON holds it."""
@@ -123,7 +130,7 @@ def turns_from(plain: Sequence[Mapping[str, Any]]) -> tuple[Turn, ...]:
     ------
     RequestError
     """
-    for each in plain:
+    for each in as_dicts(plain, "turns"):
         if "user" not in each or set(each) - set(Turn.__dataclass_fields__):
             raise RequestError(f"a turn is a dict with user, and any of {', '.join(Turn.__dataclass_fields__)}")
     return tuple(Turn(**each) for each in plain)
@@ -142,8 +149,15 @@ def check_view(view: Mapping[str, Any], layer_count: int) -> None:
         raise RequestError(f"a panel's view has no {', '.join(sorted(unknown))}")
     if view.get("plot", "norm") not in PLOTS:
         raise RequestError(f"plot is one of {', '.join(PLOTS)}")
+    pinned = view.get("pinned")
+    if pinned is not None and not (isinstance(pinned, Mapping) and isinstance(pinned.get("position"), int)):
+        raise RequestError("view: pinned is None, or a dict with side and position")
     layers = view.get("layers", [0])
-    if not layers or not all(isinstance(at, int) and 0 <= at < layer_count for at in layers):
+    if (
+        not isinstance(layers, list | tuple)
+        or not layers
+        or not all(isinstance(at, int) and 0 <= at < layer_count for at in layers)
+    ):
         raise RequestError(f"view: layers are numbers from 0 to {layer_count - 1}, at least one")
 
 

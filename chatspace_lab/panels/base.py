@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 STATIC = Path(__file__).parent / "static"
 """Where the front end is, built from widgets/ when the package is."""
 
+CLOSED = "this panel was closed; make a new one"
+
 _log = logging.getLogger(__name__)
 
 
@@ -60,6 +62,7 @@ class Panel(anywidget.AnyWidget):
     """Traits that the output without a kernel is drawn from."""
     _drawn: ClassVar[staticmethod[[str, Mapping[str, Any]], str]]
     """Draws that output: HTML with the class that it is given, from these traits."""
+    _open = False
 
     def __init__(self, lab: LabSession, **traits: Any) -> None:
         unknown = set(traits) - set(self.trait_names())
@@ -82,12 +85,26 @@ class Panel(anywidget.AnyWidget):
         )
         self.on_msg(self._received)
         self.observe(self._touched, list(self._kept))
+        self._open = True
+
+    def close(self) -> None:
+        """Take the panel off the page, stop what it runs, and let go of its captures."""
+        if self._open:  # else it was closed, or never made
+            if self._lab.is_alive:
+                self._now(self._let_go)
+            self._open = False
+        super().close()
+
+    def _let_go(self) -> None:
+        """Stop what runs, and free what is held. On the engine's loop."""
 
     def _shown(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("facts", *self._kept)}
 
     def _ipython_display_(self) -> None:
-        publish_widget(self._repr_mimebundle_())
+        if not self._open:
+            raise RequestError(CLOSED)
+        publish_widget(*self._repr_mimebundle_())
         self._displays.show()
 
     def _touched(self, _: Any) -> None:
@@ -106,6 +123,8 @@ class Panel(anywidget.AnyWidget):
 
     def _now(self, call: Callable[[], Any]) -> Any:
         """Call something on the engine's loop and wait for it."""
+        if not self._open:
+            raise RequestError(CLOSED)
         if self._thread.is_current:
             return call()
 

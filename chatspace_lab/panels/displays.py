@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from chatspace_lab.errors import RequestError
-
 REST_S = 0.6
 """The outputs follow when the panel has rested for so long: drawing them takes as long as some tokens."""
 UPDATE = "cl_still"
@@ -82,19 +80,10 @@ class Displays:
             self._send({UPDATE: data, "mark": self._mark})
 
 
-def publish_widget(bundle: Any) -> None:
-    """Display a widget, given as the MIME bundle that it has.
-
-    Raises
-    ------
-    RequestError
-        If the widget was closed.
-    """
+def publish_widget(data: dict[str, Any], metadata: dict[str, Any]) -> None:
+    """Display a widget, given as the MIME bundle that it has."""
     from IPython.display import publish_display_data
 
-    if bundle is None:
-        raise RequestError("this panel was closed; make a new one with lab.panel()")
-    data, metadata = bundle
     publish_display_data(data, metadata)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from chatspace_lab.errors import RequestError, SteeringError
+from chatspace_lab.session.history import describe_where
 from chatspace_lab.steering.directions import at_layer
 from chatspace_lab.steering.specs import (
     AblationSpec,
@@ -125,6 +126,7 @@ def rows_from(plain: Sequence[Mapping[str, Any]]) -> list[Row]:
     RequestError, SteeringError
     """
     known, rows = set(Row.__dataclass_fields__), list[Row]()
+    plain = as_dicts(plain, "rows")
     taken = {str(row["id"]) for row in plain if "id" in row}
     for given in plain:
         if set(given) - known or "vector" not in given:
@@ -134,6 +136,19 @@ def rows_from(plain: Sequence[Mapping[str, Any]]) -> list[Row]:
         taken.add(name)
         rows.append(Row(**{**given, "id": name, "layers": tuple(given.get("layers", ()))}))
     return rows
+
+
+def as_dicts(plain: Any, what: str) -> list[Mapping[str, Any]]:
+    """Return what was written as a list of dicts.
+
+    Raises
+    ------
+    RequestError
+        If it is something else.
+    """
+    if not isinstance(plain, list | tuple) or not all(isinstance(each, Mapping) for each in plain):
+        raise RequestError(f"{what} is a list of dicts")
+    return list(plain)
 
 
 def spec_of(rows: Sequence[Row], vectors: Vectors, where: Where | str = "all") -> SteeringSpec:
@@ -257,6 +272,26 @@ def _row(name: str, vector: str, entries: list[tuple[int, Operation]]) -> Row:
 
 def where_name(where: Where | str) -> str:
     """Return ``"all"``, ``"prompt"`` or ``"answer"``, or in words what else a cell has chosen."""
+    plain = plain_where(where)
+    return plain if isinstance(plain, str) else describe_where(as_where(where))
+
+
+def plain_where(where: Where | str) -> str | dict[str, Any]:
+    """Return ``"all"``, ``"prompt"`` or ``"answer"``, or another choice as JSON holds it."""
     chosen = as_where(where)
     plain = chosen.special_tokens and chosen.first_token and not chosen.indices
-    return chosen.part if plain else f"{chosen.part} {', '.join(map(str, chosen.indices))}".strip()
+    return chosen.part if plain else {**asdict(chosen), "indices": list(chosen.indices)}
+
+
+def where_from(plain: Any) -> Where:
+    """Return what was written by :func:`plain_where`, or is a :class:`Where` still.
+
+    Raises
+    ------
+    RequestError
+    """
+    if not isinstance(plain, Mapping):
+        return as_where(plain)
+    if set(plain) != set(Where.__dataclass_fields__):
+        raise RequestError(f"where: a dict with {', '.join(Where.__dataclass_fields__)}, got {dict(plain)}")
+    return Where(**{**plain, "indices": tuple(plain["indices"])})

@@ -16,6 +16,7 @@ from chatspace_lab.engine.together import together
 from chatspace_lab.panels.answers import Answer, for_layers
 from chatspace_lab.panels.asked import SIDES, Asked
 from chatspace_lab.panels.rows import Vectors
+from chatspace_lab.panels.vectors import usable
 from chatspace_lab.readings import Readings
 from chatspace_lab.session.aio import AsyncLab
 from chatspace_lab.steering.specs import SteeringSpec
@@ -213,7 +214,8 @@ class Runner:
             self.in_flight -= 1
 
     def _answer(self, asked: Asked, side: str) -> Answer:
-        model, vectors = self._lab.model, self._vectors()
+        model = self._lab.model
+        vectors = usable(self._vectors(), model.hidden_size)  # others may be added or kept, but nothing read along them
         chosen = {name: vectors[name] for name in list(vectors)[-MAX_DIRECTIONS:]}
         chosen |= {row.vector: vectors[row.vector] for row in asked.rows if row.vector in vectors}
         messages, sampling = asked.messages(side), asked.sampling.plain()

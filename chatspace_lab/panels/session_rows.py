@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from chatspace_lab.errors import RequestError
 from chatspace_lab.panels.rows import Row, free_id, rows_of, spec_of
-from chatspace_lab.panels.vectors import layers_with, snapshot, variables
+from chatspace_lab.panels.vectors import layers_with, snapshot, usable, variables
+from chatspace_lab.session.sweep import as_list
 from chatspace_lab.steering.program import check_layer
 from chatspace_lab.steering.specs import SteeringSpec
 from chatspace_lab.steering.where import Where, as_where
@@ -64,7 +65,8 @@ class SessionRows:
 
     def offered(self) -> list[dict[str, Any]]:
         """Return the vectors that a row may have: the session's, and the notebook's variables that are vectors."""
-        own = [{"name": name, "layers": layers_with(v), "from": "session"} for name, v in self._lab.vectors.items()]
+        mine = usable(self._lab.vectors, self._lab.hidden_size)
+        own = [{"name": name, "layers": layers_with(vector), "from": "session"} for name, vector in mine.items()]
         others = [
             {"name": name, "layers": layers_with(vector), "from": "variable"}
             for name, vector in variables(self._lab.hidden_size).items()
@@ -90,7 +92,7 @@ class SessionRows:
         layers = given.pop("layers", None)
         if operation == "ablate":
             given = {"scale": 1.0, **given}
-        chosen = self._default_layers(name) if layers is None else layers
+        chosen = self._default_layers(name) if layers is None else as_list(layers)
         row = Row(free_id(self.rows), name, operation, tuple(chosen), **given)
         self.replace([*self.rows, row])
         return row

@@ -17,7 +17,7 @@ from chatspace_lab.panels.base import Panel, sentence, static
 from chatspace_lab.panels.doses import shown_row
 from chatspace_lab.panels.pieces import Pieces
 from chatspace_lab.panels.receipt import receipt
-from chatspace_lab.panels.rows import rows_from, where_name
+from chatspace_lab.panels.rows import plain_where, rows_from, where_from, where_name
 from chatspace_lab.panels.runner import REST_S, Runner
 from chatspace_lab.panels.session_rows import SessionRows
 from chatspace_lab.panels.talk import Talk
@@ -116,7 +116,7 @@ class SteeringPanel(Panel):
         self._now(self._begin)
 
     def _begin(self) -> None:
-        self._book = SessionRows(self._lab, self._rows_changed, self._spawn, self._guarded)
+        self._book = SessionRows(self._lab, self._book_changed, self._spawn, self._guarded)
         self._offer()
         self._book.follow(self._lab.export_steering_spec())
         if not self._norms:
@@ -141,8 +141,7 @@ class SteeringPanel(Panel):
         ------
         RequestError, SteeringError
         """
-        chosen = [layers] if isinstance(layers, int) else layers
-        fields = {"layers": chosen, "scale": scale, "min": min, "max": max}
+        fields = {"layers": layers, "scale": scale, "min": min, "max": max}
         self._now(lambda: self._add(name, operation, vector, {k: v for k, v in fields.items() if v is not None}))
 
     def ask(self, text: str) -> None:
@@ -175,7 +174,7 @@ class SteeringPanel(Panel):
         """What the panel holds, as plain data: set it, whole or in part, to bring it back."""
         return {
             "rows": [row.plain() for row in self._book.rows],
-            "where": where_name(self._book.where),
+            "where": plain_where(self._book.where),
             "turns": self._talk.plain(),
             "sampling": self._talk.sampling.plain(),
             "system": self._talk.system,
@@ -193,12 +192,13 @@ class SteeringPanel(Panel):
 
         def put() -> None:
             rows = self._book.rows if "rows" not in new else rows_from(new["rows"])
-            self._book.check(rows, new.get("where", self._book.where))
-            self._talk.sampling, self._talk.system = sampling, new.get("system", self._talk.system)
+            where = where_from(new.get("where", self._book.where))
+            self._book.check(rows, where)
+            self._talk.system, self._talk.sampling = new.get("system", self._talk.system), sampling
             self._talk.turns = self._talk.turns if turns is None else turns
             if "view" in new:
                 self.view = {**self.view, **new["view"]}
-            self._book.replace(rows, new.get("where"))
+            self._book.replace(rows, where)
             if not self._talk.turns:
                 self._clear()
 
@@ -241,12 +241,9 @@ class SteeringPanel(Panel):
         self._lab.vectors.update(checked)
         self.state = state
 
-    def close(self) -> None:
-        """Take the panel off the page, and let go of its captures."""
-        if getattr(self, "_book", None) is not None and self._lab.is_alive:
-            self._now(self._book.close)
-            self._now(self._runner.close)
-        super().close()
+    def _let_go(self) -> None:
+        self._book.close()
+        self._runner.close()
 
     # -- rows, on the engine's loop ----------------------------------------------------------------------------------
 
@@ -256,7 +253,7 @@ class SteeringPanel(Panel):
             self.view = {**self.view, "direction": name, "layers": list(row.layers[-1:]) or self.view["layers"]}
         self._offer()
 
-    def _rows_changed(self, by_hand: bool) -> None:
+    def _book_changed(self, by_hand: bool) -> None:
         if self.view.get("direction") is None and self._book.rows and not by_hand:
             self.view = {**self.view, "direction": self._book.rows[0].vector}
         if not by_hand:

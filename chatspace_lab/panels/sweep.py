@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import traitlets
@@ -13,8 +13,10 @@ from chatspace_lab.engine.together import ended
 from chatspace_lab.errors import RequestError
 from chatspace_lab.panels import stills
 from chatspace_lab.panels.base import Panel, sentence, static
-from chatspace_lab.panels.vectors import layers_with, snapshot, variables
-from chatspace_lab.session.sweep import Cell, Grid, lay_out
+from chatspace_lab.panels.vectors import layers_with, snapshot, usable, variables
+from chatspace_lab.session.sweep import Cell, Grid, as_list, lay_out
+from chatspace_lab.steering.program import check_layer
+from chatspace_lab.steering.vectors import as_number
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -77,7 +79,7 @@ class SweepPanel(Panel):
         prompt: str | None = None,
         *,
         vector: str | None = None,
-        layers: Sequence[int] | None = None,
+        layers: int | Sequence[int] | None = None,
         doses: Sequence[float] = VALUES["add"],
         read_layer: int | None = None,
         max_tokens: int = 32,
@@ -88,15 +90,15 @@ class SweepPanel(Panel):
         plan = {
             "operation": "add",
             "vector": vector,
-            "layers": list(range(lab.layer_count) if layers is None else layers),
-            "doses": [float(dose) for dose in doses],
-            "prompt": "Tell me about rivers." if prompt is None else prompt,
+            "layers": range(lab.layer_count) if layers is None else layers,
+            "doses": doses,
             "read_layer": max(lab.layer_count - 2, 0) if read_layer is None else read_layer,
+            "prompt": "Tell me about rivers." if prompt is None else prompt,
             "max_tokens": max_tokens,
             "seed": seed,
-            "temperature": float(temperature),
+            "temperature": as_number(temperature, "sweep: temperature"),
         }
-        super().__init__(lab, plan=plan, run={"status": "idle", "number": 0}, **traits)
+        super().__init__(lab, plan={**plan, **_checked(plan, lab)}, run={"status": "idle", "number": 0}, **traits)
         self.frame: pd.DataFrame | None = None
         self._task: asyncio.Task[None] | None = None
         self._number = 0
@@ -150,13 +152,17 @@ class SweepPanel(Panel):
         if operation not in VALUES:
             raise RequestError(f"a sweep's operation is one of {', '.join(VALUES)}")
         fresh = {} if operation == self.plan["operation"] else {"doses": list(VALUES[operation])}
-        self.plan = {**self.plan, **fresh, **patch}
+        self.plan = {**self.plan, **fresh, **patch, **_checked(patch, self._lab)}
 
     def _offer(self) -> None:
-        found = {**variables(self._lab.hidden_size), **self._lab.vectors}
+        size = self._lab.hidden_size
+        found = {**variables(size), **usable(self._lab.vectors, size)}
         self.vectors = [{"name": name, "layers": layers_with(vector)} for name, vector in found.items()]
         if self.plan["vector"] is None and found:
             self.plan = {**self.plan, "vector": next(iter(found))}
+
+    def _let_go(self) -> None:
+        self._stop()
 
     def _start(self) -> None:
         self._stop()
@@ -289,6 +295,18 @@ def cell_of(
         "tokens": int(row["tokens"]),
         "broken": bool(repetitive or perplexing),
     }
+
+
+def _checked(plan: Mapping[str, Any], lab: LabSession) -> dict[str, Any]:
+    """Return layers and doses of a plan, or of a part of it, as JSON holds them; each may be of any kind."""
+    found: dict[str, Any] = {}
+    if "read_layer" in plan:
+        found["read_layer"] = check_layer(plan["read_layer"], lab.layer_count)
+    if "layers" in plan:
+        found["layers"] = [check_layer(layer, lab.layer_count) for layer in as_list(plan["layers"])]
+    if "doses" in plan:
+        found["doses"] = [as_number(dose, "sweep: one of doses") for dose in as_list(plan["doses"])]
+    return found
 
 
 def plain(value: Any) -> Any:

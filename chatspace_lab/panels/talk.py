@@ -24,8 +24,19 @@ class Talk:
     """
 
     def __init__(self, sampling: Sampling, system: str | None) -> None:
-        self.sampling, self.system = sampling, system
+        self.system, self.sampling = system, sampling
         self.turns: tuple[Turn, ...] = ()
+
+    @property
+    def system(self) -> str | None:
+        """The system message, or None."""
+        return self._system
+
+    @system.setter
+    def system(self, text: str | None) -> None:
+        if not isinstance(text, str | None):
+            raise RequestError(f"system is a text or None, got {text!r}")
+        self._system = text
 
     def plain(self) -> list[dict[str, Any]]:
         """Return the turns as JSON holds them."""
@@ -74,5 +85,5 @@ class Talk:
 
 
 def _check(text: str) -> None:
-    if not text.strip():
+    if not isinstance(text, str) or not text.strip():
         raise RequestError("the message is empty")

@@ -25,7 +25,7 @@ def layers_with(vector: Any) -> list[int] | None:
     """Return the layers for which a vector is given; None is all."""
     if not is_per_layer(vector):
         return None
-    return sorted(vector if isinstance(vector, Mapping) else vector.layers)
+    return sorted(map(int, vector if isinstance(vector, Mapping) else vector.layers))
 
 
 def snapshot(vector: Any, hidden_size: int, what: str) -> Any:
@@ -34,7 +34,7 @@ def snapshot(vector: Any, hidden_size: int, what: str) -> Any:
     Raises
     ------
     RequestError, SteeringError
-        If it is no vector of this model.
+        If it is no vector of this model, or zero: nothing could be read along it.
     """
     layers = layers_with(vector)
     if layers is not None and not layers:
@@ -43,6 +43,8 @@ def snapshot(vector: Any, hidden_size: int, what: str) -> Any:
         found = as_vector(at_layer(vector, layer, what), what)
         if found.numel() != hidden_size:
             raise RequestError(f"{what} has {found.numel()} entries, this model's hidden_size is {hidden_size}")
+        if not found.any():
+            raise RequestError(f"{what} is zero, it has no direction")
     if layers is None:
         return as_vector(vector, what)
     if isinstance(vector, Mapping):
@@ -52,19 +54,27 @@ def snapshot(vector: Any, hidden_size: int, what: str) -> Any:
 
 def variables(hidden_size: int) -> dict[str, Any]:
     """Return the notebook's variables that are vectors of this size, or directions; empty outside a notebook."""
-    found = {}
-    for name, value in _namespace().items():
-        of_a_kind = isinstance(value, torch.Tensor | np.ndarray | Mapping) or _is_direction(value)
-        if name.startswith("_") or not of_a_kind:
-            continue
-        if isinstance(value, torch.Tensor | np.ndarray) and (value.ndim != 1 or len(value) != hidden_size):
-            continue
-        try:
-            snapshot(value, hidden_size, name)
-        except (LabError, TypeError, ValueError):
-            continue  # some other thing
-        found[name] = value
-    return found
+    return usable({name: value for name, value in _namespace().items() if not name.startswith("_")}, hidden_size)
+
+
+def usable(named: Mapping[str, Any], hidden_size: int) -> dict[str, Any]:
+    """Return those of some things that are vectors of this size, or directions."""
+    return {name: value for name, value in named.items() if _is_vector(value, hidden_size)}
+
+
+def _is_vector(value: Any, hidden_size: int) -> bool:
+    try:
+        if isinstance(value, torch.Tensor | np.ndarray):
+            of_a_kind = tuple(value.shape) in ((hidden_size,), (1, hidden_size), (hidden_size, 1))
+        elif isinstance(value, list | tuple):
+            of_a_kind = len(value) == hidden_size
+        else:
+            of_a_kind = isinstance(value, Mapping) or _is_direction(value)
+        if of_a_kind:
+            snapshot(value, hidden_size, "it")
+    except Exception:  # noqa: BLE001 - some other thing, which may raise whatever it likes when it is looked at
+        return False
+    return of_a_kind
 
 
 def name_in_notebook(value: Any) -> str | None:
@@ -106,7 +116,10 @@ def _namespace() -> dict[str, Any]:
     except ModuleNotFoundError:
         return {}
     shell = get_ipython()
-    return {} if shell is None else dict(shell.user_ns)
+    if shell is None:
+        return {}
+    own = shell.user_ns_hidden  # IPython's: Out among them, a dict of whatever was shown
+    return {name: value for name, value in dict(shell.user_ns).items() if own.get(name, own) is not value}
 
 
 def lines(text: str) -> list[str]:
@@ -132,6 +145,9 @@ async def contrast(lab: AsyncLab, name: str, positive: Sequence[str], negative: 
     pooled = await lab.capture(
         [*positive, *negative], layers, "mean", where=Where.span(1, lab.model.max_model_len), steering=None
     )
+    for text, rows in zip(pooled.rows["asked"], pooled.rows["rows"], strict=True):
+        if not rows:
+            raise RequestError(f"contrasting texts: {text!r} is a single token, and the first of a text does not count")
     values = pooled.by_layer()
     first = {layer: rows[: len(positive)] for layer, rows in values.items()}
     second = {layer: rows[len(positive) :] for layer, rows in values.items()}

@@ -69,9 +69,9 @@ def at_layer(vector: Any, layer: int, what: str) -> Any:
     """
     if not is_per_layer(vector):
         return vector
-    known = sorted(vector if isinstance(vector, Mapping) else vector.layers)
+    known = list(vector if isinstance(vector, Mapping) else vector.layers)
     if layer not in known:
-        raise RequestError(f"{what} has no vector for layer {layer}, only for {known}")
+        raise RequestError(f"{what} has no vector for layer {layer}, only for {sorted(known, key=str)}")
     return vector[layer] if isinstance(vector, Mapping) else vector.at(layer)
 
 

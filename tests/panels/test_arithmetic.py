@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from chatspace_lab.panels.doses import cap_range, clipped, dose_per_scale, first
 from chatspace_lab.panels.pieces import Pieces
 from chatspace_lab.panels.rows import Row
 from chatspace_lab.panels.sweep import cell_of
-from chatspace_lab.panels.vectors import lines, snapshot
+from chatspace_lab.panels.vectors import expression_of, layers_with, lines, snapshot, variables
 
 V = torch.tensor([3.0, 4.0])
 
@@ -89,6 +91,30 @@ def test_a_snapshot_does_not_follow_later_edits() -> None:
     with pytest.raises(ValueError, match="v has 2 entries, this model's hidden_size is 3"):
         snapshot(vector, 3, "v")
     assert lines(" a \n\n b") == ["a", "b"]
+
+
+def test_variables_that_are_vectors_are_offered_whatever_else_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Shut(dict[int, torch.Tensor]):
+        def __iter__(self) -> Iterator[int]:
+            raise RuntimeError("the file is closed")
+
+    array = V.numpy()
+    good = {
+        "half": V.half(), "array": array, "backwards": array[::-1], "numbers": [3.0, 4.0], "row": V[None],
+        "layers": {np.int64(2): array}, "direction": Direction("d", {1: V}), "grown": torch.nn.Parameter(V),
+    }  # fmt: skip
+    other = {
+        "_own": V, "long": torch.ones(3), "zero": 0 * V, "words": ["a", "b"], "texts": {"2": V},
+        "mixed": {2: V, "a": V}, "shut": Shut({2: V}), "nowhere": torch.empty(2, device="meta"),
+        "unset": torch.nn.UninitializedParameter(), "text": "ab", "kind": Direction, "nothing": None, "empty": {},
+    }  # fmt: skip
+    shown = {"Out": {1: V}}
+    shell = SimpleNamespace(user_ns={**good, **other, **shown}, user_ns_hidden=shown)
+    monkeypatch.setattr("IPython.get_ipython", lambda: shell)
+    assert list(variables(2)) == list(good)
+    assert [layers_with(vector) for vector in variables(2).values()] == [None] * 5 + [[2], [1], None]
+    assert expression_of("half", {"half": V}, "lab") == "half"
+    assert expression_of("array", {"array": 2 * V}, "lab") == "lab.vectors['array']"
 
 
 def test_a_sweeps_cell_says_what_changed_and_whether_it_holds_together() -> None:

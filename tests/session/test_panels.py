@@ -1,0 +1,130 @@
+"""Panels of a lab without a page: what they take, what they refuse, and what is left of a closed one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from chatspace_lab import AddSpec, LabSession, SteeringSpec, Where
+from chatspace_lab.errors import RequestError
+from tests.conftest import wait_until
+
+RIVERS = [{"role": "user", "content": "Name a river."}]
+
+
+@pytest.fixture
+def v(lab: LabSession) -> torch.Tensor:
+    return torch.randn(lab.hidden_size, generator=torch.Generator().manual_seed(5))
+
+
+def answer(lab: LabSession) -> str:
+    return str(lab.chat(RIVERS, temperature=0.0, seed=7, max_tokens=6)[0])
+
+
+def test_vectors_that_nothing_can_be_read_along_do_not_stop_a_panel(lab: LabSession, v: torch.Tensor) -> None:
+    lab.vectors.update(text="x", short=v[:5], mixed={8: v, "a": v}, half=v.half())
+    panel = lab.panel(max_tokens=6)
+    assert [each["name"] for each in panel.vectors] == ["half"]
+    panel.ask("Name a river.")
+    lab.steer(8, 0 * v)
+    lab.steer(np.array([3, 4]), v.half(), 2.0)
+    panel.wait(60)
+    assert [(row["vector"], row["layers"], row["scale"]) for row in panel.rows] == [
+        ("vector 1", [8], 1.0),
+        ("half", [3, 4], 2.0),
+    ]
+    assert panel.steered["text"] == answer(lab)
+    assert panel.steered["text"] != panel.baseline["text"]
+    with pytest.raises(RequestError, match="zero is zero, it has no direction"):
+        panel.add("zero", 0 * v)
+    panel.add("half", layers=np.int64(5), scale=np.float32(1))
+    assert panel.state["rows"][-1]["layers"] == [5]
+    panel.close()
+    lab.vectors.clear()
+
+
+def test_a_message_is_answered_once_on_each_side(lab: LabSession, v: torch.Tensor) -> None:
+    lab.vectors["v"] = v
+    panel = lab.panel(max_tokens=6)
+    panel.add("v", layers=8, scale=0.5)
+    panel.ask("Name a river.")  # its norms, when they come, change what the row shows, and nothing else
+    panel.wait(60)
+    assert panel.rows[0]["unit"] == pytest.approx(v.norm().item() / lab.norms[8])
+    answers = [run for run in lab.history if run.sampling["max_tokens"] == 6]
+    assert [run.status for run in answers] == ["done", "done"]
+    assert panel.steered["text"] in [run.text for run in answers]
+    panel.close()
+    lab.vectors.clear()
+
+
+def test_any_choice_of_positions_comes_back(lab: LabSession, v: torch.Tensor, tmp_path: Path) -> None:
+    lab.vectors["v"] = v
+    panel = lab.panel(max_tokens=6)
+    for where, shown in (
+        (Where.messages(-1).without_special_tokens(), "messages -1 without special tokens"),
+        (Where("prompt").without_first_token(), "prompt without the first token"),
+    ):
+        spec = SteeringSpec.at(8, AddSpec(v), where=where)
+        lab.apply_steering_spec(spec)
+        assert panel.where == shown
+        panel.save(tmp_path)
+        lab.clear()
+        panel.load(tmp_path)
+        panel.wait(60)
+        found = lab.export_steering_spec()
+        assert found.where == where
+        assert [(layer, operation.scale) for layer, operation in found] == [(8, 1.0)]
+    panel.close()
+    lab.vectors.clear()
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        ({"turns": [{"user": "a", "made": None}]}, "a turn has a text for user"),
+        ({"turns": None}, "turns is a list of dicts"),
+        ({"rows": ["v"]}, "rows is a list of dicts"),
+        ({"system": 5}, "system is a text or None"),
+        ({"view": {"pinned": 5}}, "pinned is None, or a dict"),
+        ({"where": {"part": "prompt"}}, "where: a dict with part, indices"),
+    ],
+)
+def test_a_state_that_cannot_be_used_changes_nothing(lab: LabSession, bad: dict[str, Any], said: str) -> None:
+    panel = lab.panel()
+    before = panel.state
+    with pytest.raises(RequestError, match=said):
+        panel.state = {"sampling": {"seed": 9}, **bad}
+    assert panel.state == before
+    panel.close()
+
+
+def test_a_text_without_a_token_that_counts_is_named(lab: LabSession) -> None:
+    panel = lab.panel()
+    message = {"kind": "contrast", "name": "d", "positive": "The first one\nsame", "negative": "Another one"}
+    panel._received(None, message, [])
+    wait_until(lambda: bool(panel.error), what="an error is shown")
+    assert panel.error.startswith("contrasting texts: 'same' is a single token")
+    panel.close()
+
+
+def test_a_closed_panel_stops_and_says_so(lab: LabSession, v: torch.Tensor) -> None:
+    lab.vectors["v"] = v
+    panel = lab.panel(max_tokens=300)
+    sweep = lab.sweep_panel(vector="v", layers=np.arange(4), doses=0.1, max_tokens=200)
+    assert sweep.plan["layers"] == [0, 1, 2, 3]
+    assert sweep.plan["doses"] == [0.1]
+    panel.ask("Write a very long story.")
+    sweep.start()
+    wait_until(lambda: len(lab.history) > 3, what="both run")
+    for each in (panel, sweep):
+        each.close()
+        each.close()
+    wait_until(lambda: not any(run.status == "running" for run in lab.history))
+    for call in (lambda: panel.ask("Name a river."), sweep.start, panel._ipython_display_, sweep._ipython_display_):
+        with pytest.raises(RequestError, match="this panel was closed"):
+            call()
+    lab.vectors.clear()
