@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
+import signal
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -31,7 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     smoke = commands.add_parser("smoke", help="check that a random vector arrives where it should")
     smoke.add_argument("--model-name", help="a folder, or a name on the Hugging Face hub")
     smoke.add_argument("--layer", type=int, default=2, help="layer to steer, counted from 0 (default: %(default)s)")
-    smoke.add_argument("--scale", type=float, default=5000.0, help="length of the vector (default: %(default)s)")
+    smoke.add_argument("--scale", type=_length, default=5000.0, help="length of the vector (default: %(default)s)")
     smoke.add_argument("--max-tokens", type=_positive, default=32, help="length of an answer (default: %(default)s)")
     smoke.add_argument("--prompt", default="Question: What is the capital of France? Answer:", help="what to complete")
     smoke.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
@@ -82,6 +84,13 @@ def _positive(text: str) -> int:
     return number
 
 
+def _length(text: str) -> float:
+    number = float(text)
+    if not 0 < abs(number) < math.inf:
+        raise argparse.ArgumentTypeError(f"expected the length of a vector that is not zero, got {text}")
+    return number
+
+
 def _command(name: str) -> Callable[[argparse.Namespace], Awaitable[int]]:
     if name == "demo":
         from chatspace_lab.demo import demo
@@ -110,6 +119,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = _parser().parse_args(argv)
     quieten()
+    # asyncio's own handler cancels the command at its next await, and an engine's start has none for half a minute.
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if usual:
+        signal.signal(signal.SIGINT, _interrupt)
     try:
         return asyncio.run(_run(arguments))
     except LabError as error:
@@ -118,6 +131,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("chatspace-lab: interrupted", file=sys.stderr)
         return 130
+    finally:
+        if usual:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 async def _run(arguments: argparse.Namespace) -> int:

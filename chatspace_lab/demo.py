@@ -120,7 +120,8 @@ def _norms(handle: CaptureHandle, layers: Sequence[int]) -> str:
     lines = [f"  {'message':<10}{'tokens':>7}" + "".join(f"{f'layer {layer}':>11}" for layer in layers)]
 
     def line(name: str, rows: list[torch.Tensor]) -> None:
-        norms = "".join(f"{row.float().norm(dim=-1).mean().item():11.1f}" for row in rows)
+        means = [row.float().norm(dim=-1).mean().item() for row in rows if len(row)]
+        norms = "".join(f"{mean:11.1f}" for mean in means) or "          –" * len(rows)
         lines.append(f"  {name:<10}{len(rows[0]):>7}{norms}")
 
     for index, boundary in enumerate(handle.message_boundaries):

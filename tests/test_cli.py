@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from chatspace_lab import __version__, bench, cli, demo
+from chatspace_lab.chat import MessageBoundary
 from chatspace_lab.errors import ConfigError, EngineStartError
+from tests.analysis.handles import handle
 
 COMMAND = [sys.executable, "-c", "import sys; from chatspace_lab.cli import main; sys.exit(main())"]
 
@@ -41,6 +47,8 @@ def test_the_command_line_loads_nothing_heavy() -> None:
         (["smoke", "--max-tokens", "0"], "expected a positive whole number, got 0"),
         (["bench", "--pairs", "-1"], "expected a positive whole number, got -1"),
         (["smoke", "--dtype", "int8"], "invalid choice"),
+        (["smoke", "--scale", "0"], "expected the length of a vector that is not zero, got 0"),
+        (["smoke", "--scale", "nan"], "expected the length of a vector that is not zero, got nan"),
     ],
 )
 def test_wrong_arguments(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,6 +77,36 @@ def test_an_error_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert cli.main(["smoke"]) == 2
     shown = capsys.readouterr()
     assert shown.err == "chatspace-lab: the engine did not start\n"
+
+
+def test_a_message_without_rows_has_no_norm() -> None:
+    boundaries = (MessageBoundary("user", "", 1, 1),)
+    made = handle([[[3.0, 4.0], [3.0, 4.0]]], prompt=[1, 2], answer=[3], layers=(5,), boundaries=boundaries)
+    lines = demo._norms(made, (5,)).splitlines()
+    assert [line.split() for line in lines[1:]] == [["user", "0", "–"], ["answer", "0", "–"]]
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_an_interrupt_ends_what_does_not_await(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun: list[float] = []
+
+    async def starts(arguments: object) -> int:
+        begun.append(time.monotonic())
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        time.sleep(30)  # noqa: ASYNC251 - as the start of an engine does
+        return 0
+
+    monkeypatch.setattr(demo, "smoke", starts)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert cli.main(["smoke"]) == 130
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert time.monotonic() - begun[0] < 10
+    assert capsys.readouterr().err == "chatspace-lab: interrupted\n"
 
 
 def test_smoke_on_a_missing_folder() -> None:
