@@ -39,6 +39,17 @@ OP = np.dtype([("layer", "<i4"), ("kind", "<i4"), ("row", "<i4"), ("a", "<f4"), 
 """One operation of a program. add: a = scale. cap: a = min, b = max. ablate: a = scale. ``row`` is a bank row."""
 
 
+LARGEST = float(np.float32(1e30))
+"""How far one operation may move the residual stream.
+
+A stream that overflows is NaN one layer later. Keys and values of NaN stay in the cache's blocks when their request is
+gone, and vLLM's attention on CPUs multiplies what a block held before by zero, which is NaN for whoever has it next.
+"""
+
+LARGEST_HALF = 6e4
+"""Absolute value up to which a steered stream may go in float16, for the same reason."""
+
+
 class RequestPayload(TypedDict):
     """What the workers are told about one request.
 

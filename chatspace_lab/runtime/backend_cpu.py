@@ -13,6 +13,7 @@ from chatspace_lab.runtime.pool import SharedPool
 from chatspace_lab.runtime.routing import StepPlan
 from chatspace_lab.runtime.store import Placement
 from chatspace_lab.runtime.tables import Tables
+from chatspace_lab.wire import LARGEST_HALF
 
 
 def _rows(index: np.ndarray) -> slice | torch.Tensor:
@@ -88,6 +89,9 @@ class CpuBackend:
         changed = steered.to(torch.float32).contiguous()
         rest = self._nothing if residual is None else residual[rows].to(torch.float32).contiguous().numpy()
         self._steer(changed.numpy(), rest, residual is not None, self._steered_programs, layer)
+        if hidden.dtype == torch.float16:
+            offset = torch.from_numpy(rest) if residual is not None else 0.0
+            changed = (changed + offset).clamp(-LARGEST_HALF, LARGEST_HALF) - offset
         if not (isinstance(rows, slice) and changed is steered):  # else it was changed in place
             hidden[rows] = changed.to(hidden.dtype)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from chatspace_lab.wire import ADD, CAP
+from chatspace_lab.wire import ADD, CAP, LARGEST
+
+_LARGEST = np.float32(LARGEST)
 
 
 # Reassociation lets LLVM vectorise the dot products; NaN and infinity keep their meaning.
@@ -54,6 +56,7 @@ def steer(  # type: ignore[no-untyped-def]
                     change = min(max(projection, a), b) - projection
                 else:
                     change = (a - np.float32(1.0)) * projection
+                change = min(max(change, -_LARGEST), _LARGEST)
             for j in range(size):
                 x[j] += change * v[j]
                 hidden[row, j] += change * v[j]

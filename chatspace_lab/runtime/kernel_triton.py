@@ -16,10 +16,12 @@ import torch
 import triton
 import triton.language as tl
 
-from chatspace_lab.wire import ADD, CAP
+from chatspace_lab.wire import ADD, CAP, LARGEST, LARGEST_HALF
 
 _ADD = tl.constexpr(ADD)
 _CAP = tl.constexpr(CAP)
+_LARGEST = tl.constexpr(LARGEST)
+_LARGEST_HALF = tl.constexpr(LARGEST_HALF)
 
 
 @triton.jit
@@ -44,6 +46,7 @@ def _coefficient(x, v, kind, a, b):  # type: ignore[no-untyped-def]
             change = tl.minimum(tl.maximum(projection, a), b) - projection
         else:
             change = (a - 1.0) * projection
+        change = tl.minimum(tl.maximum(change, -_LARGEST), _LARGEST)
     return change
 
 
@@ -118,6 +121,8 @@ def _intervene(  # type: ignore[no-untyped-def]
                 change = _coefficient(x, v, kind, a, b)
                 x += change * v
                 changed += change * v
+            if hidden_ptr.dtype.element_ty == tl.float16:
+                changed = tl.minimum(tl.maximum(changed + rest, -_LARGEST_HALF), _LARGEST_HALF) - rest
             tl.store(hidden_ptr + token * hidden_stride + offsets, changed.to(hidden_ptr.dtype.element_ty), mask=mask)
         if address != 0:
             # What the next layer will see: the stored hidden state, rounded to its dtype, plus the residual.

@@ -10,6 +10,9 @@ projection cap ``x + (clip(x·u, min, max) − x·u)·u``       projection clamp
 ablation       ``x + (scale − 1)(x·u)·u``                  directional ablation (scale 0), Arditi et al. 2024,
                                                            arXiv:2406.11717
 =============  ==========================================  ==============================
+
+None moves x by more than 1e30, and in float16 a steered x stays within 6e4: a stream that overflows would spoil other
+requests (:data:`chatspace_lab.wire.LARGEST`).
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import torch
 from chatspace_lab.errors import SteeringError
 from chatspace_lab.steering.vectors import as_direction, as_index, as_number, as_vector
 from chatspace_lab.steering.where import Where, as_where
+from chatspace_lab.wire import LARGEST
 
 
 def _same(left: Any, right: Any) -> bool:
@@ -62,6 +66,9 @@ class AddSpec(_ByValue):
     def __post_init__(self) -> None:
         object.__setattr__(self, "vector", as_vector(self.vector, "AddSpec.vector"))
         object.__setattr__(self, "scale", as_number(self.scale, "AddSpec.scale"))
+        reach = abs(self.scale) * float(self.vector.abs().max())
+        if reach > LARGEST:
+            raise SteeringError(f"AddSpec: scale · vector reaches {reach:.3g}, at most {LARGEST:g} can be added")
 
 
 @dataclass(frozen=True, eq=False)

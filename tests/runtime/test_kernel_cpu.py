@@ -126,3 +126,36 @@ def test_an_outlier_stays_finite(outlier: float) -> None:
         wanted = act(wanted, operation)
     apply(backend, hidden, None, 0)
     assert error(hidden, wanted) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_a_stream_never_overflows(dtype: torch.dtype, with_residual: bool) -> None:
+    """However often it is multiplied, as by an ablation at every layer: it would spoil other requests' caches."""
+    u = torch.ones(HIDDEN)
+    ops = [AblationSpec(u, 3e38), AddSpec(u, 9e29), AblationSpec(u, -3e38), ProjectionCapSpec(u, min=3e38)]
+    spec = SteeringSpec.at(0, *ops)
+    program = compile_spec(spec, layer_count=1, hidden_size=HIDDEN, max_ops_per_layer=OPS)
+    assert program is not None
+    tables = Tables(
+        layers=1,
+        hidden_size=HIDDEN,
+        max_requests=1,
+        max_ops=OPS,
+        max_vectors=4,
+        max_tokens=4,
+        device=torch.device("cpu"),
+    )
+    tables.put_vectors(range(2), torch.stack(list(program.vectors.values())).numpy().tobytes())
+    payload = program.payload([0, 1])
+    backend = CpuBackend(tables, dtype)
+    slots = tables.place_programs([b"", payload])
+    step = StepPlan(1, np.ones(1, dtype=np.int32), [b"", payload])
+    hidden, residual = torch.randn(1, HIDDEN).to(dtype), (100 * torch.randn(1, HIDDEN)).to(dtype)
+    for _ in range(60):
+        backend.begin(step, [0, slots[payload]], [])
+        apply(backend, hidden, residual if with_residual else None, 0)
+        stream = hidden + residual if with_residual else hidden
+        assert torch.isfinite(stream).all()
+    if dtype == torch.float16:
+        assert float(stream.abs().max()) == pytest.approx(6e4, rel=1e-2)

@@ -74,6 +74,24 @@ for with_residual in (True, False):
     assert torch.equal(stored[LAYER, 3], x[4])
     assert (stored[LAYER, 1] == 7.0).all()
     assert (stored[0] == 7.0).all()
+
+for dtype in (torch.float32, torch.float16):  # multiplied by 3e38 again and again, it does not overflow
+    huge = [
+        np.array([(1, wire.ABLATE, 2, a, 0.0), (1, wire.ADD, 3, a / 1e9, 0.0)], dtype=wire.OP) for a in (3e38, -3e38)
+    ]
+    slots = tables.place_programs([each.tobytes() for each in huge])
+    tables.capture_of_token.zero_()
+    tables.program_of_token[:2] = torch.tensor([slots[each.tobytes()] for each in huge])
+    hidden, residual = torch.randn(2, HIDDEN).to(dtype), torch.randn(2, HIDDEN).to(dtype)
+    for _ in range(20):
+        kernel_triton.intervene(
+            hidden, residual, torch.tensor([LAYER], dtype=torch.int32),
+            program_of_token=tables.program_of_token, programs=tables.programs.values, bank=tables.bank,
+            capture_of_token=tables.capture_of_token, capture_row_of_token=tables.capture_row_of_token,
+            captures=tables.captures.values,
+        )
+        assert torch.isfinite(hidden + residual).all()
+    assert (hidden + residual).abs().max() > (5e4 if dtype == torch.float16 else 1e28)
 print("as by hand")
 """
 

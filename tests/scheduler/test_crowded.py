@@ -12,11 +12,14 @@ import os
 import random
 from typing import Any
 
-from chatspace_lab import SteeringSpec, VLLMSteerModel, Where
+import torch
+
+from chatspace_lab import AblationSpec, SteeringSpec, VLLMSteerModel, Where
 from chatspace_lab.spans import below
 from tests.conftest import held, wait_until
 from tests.oracle import Oracle, error
 from tests.scheduler.test_paths import ALL, check, fingerprints, generate, spec
+from tests.tiny import HIDDEN
 
 SEED = int(os.environ.get("CHATSPACE_LAB_RANDOM_SEED", "20261129"))
 REQUESTS = int(os.environ.get("CHATSPACE_LAB_RANDOM_REQUESTS", "240"))
@@ -116,3 +119,13 @@ def test_random_requests(crowded: VLLMSteerModel, tiny_hf: Oracle) -> None:
     assert checked > REQUESTS * 0.8
     del results, samples, handle
     wait_until(lambda: held(crowded) == {"requests": 0, "buffers": 0, "nbytes": 0}, what="the worker drops everything")
+
+
+def test_steering_without_bounds_spoils_nobody(crowded: VLLMSteerModel, tiny_hf: Oracle) -> None:
+    """Keys and values of NaN would stay in the cache's blocks, for whoever has them next."""
+    wild = SteeringSpec.at(ALL, *[AblationSpec(torch.ones(HIDDEN), 3e38)] * 2)
+    for turn in range(3):
+        generate(crowded, fingerprints(8, 30 + turn, 3), max_tokens=20, steering=wild)
+    _, handles = generate(crowded, fingerprints(8, 20, 3), max_tokens=20, capture_layers=ALL)
+    for handle in handles:
+        check(handle, tiny_hf, None)

@@ -125,6 +125,13 @@ def test_numbers_that_can(number: Any) -> None:
     assert type(AddSpec(V, number).scale) is float
 
 
+def test_more_than_a_stream_can_hold() -> None:
+    for vector, scale in ((V, 1e30), (2e37 * V, -1.0), (1e20 * V, 1e15)):
+        with pytest.raises(SteeringError, match=r"AddSpec: scale · vector reaches .*, at most 1e\+30 can be added"):
+            AddSpec(vector, scale)
+    assert AddSpec(1e-30 * V, 1e38).scale == 1e38
+
+
 def test_bounds() -> None:
     with pytest.raises(SteeringError, match=r"min 2\.0 is greater than max 1\.0"):
         ProjectionCapSpec(V, min=2.0, max=1.0)
