@@ -182,11 +182,11 @@ class Runner:
                 self._baseline = None
             await self._generate(asked, sides)
         except asyncio.CancelledError:
-            if number == self.number and self.status == "stopped":
+            if number == self.number and self.status in ("running", "stopped"):  # running: the model is being closed
                 for side, answer in self.answers.items():
                     if answer.asked.number == number:
                         self._flush(side)
-                self._tell("stopped", seconds=time.perf_counter() - begun)
+                self._set("stopped", seconds=time.perf_counter() - begun)
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, the user must see it
             if number == self.number:

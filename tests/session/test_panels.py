@@ -111,6 +111,18 @@ def test_a_text_without_a_token_that_counts_is_named(lab: LabSession) -> None:
     panel.close()
 
 
+def test_a_run_that_ends_with_the_model_is_stopped_and_keeps_its_text(lab: LabSession) -> None:
+    panel = lab.panel(max_tokens=300)
+    panel.ask("Write a very long story.")
+    wait_until(lambda: len(panel.steered.get("ids", ())) > panel.steered.get("prompt", 0) + 3, what="some tokens came")
+    panel._now(panel._runner._task.cancel)  # as the closing of the model does it
+    wait_until(lambda: "receipt" in panel.run, what="the panel says what came")
+    assert panel.run["status"] == "stopped"
+    assert panel.steered["text"]
+    panel.wait(5)
+    panel.close()
+
+
 def test_a_closed_panel_stops_and_says_so(lab: LabSession, v: torch.Tensor) -> None:
     lab.vectors["v"] = v
     panel = lab.panel(max_tokens=300)

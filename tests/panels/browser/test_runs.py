@@ -195,7 +195,10 @@ def test_a_turn_is_edited_and_an_answer_drawn_again(panel: Panel) -> None:
     assert panel.value("panel.state['turns'][0]['baseline']") is not None
     panel.pane().locator(".cl-message[data-role=user]").first.hover()
     panel.button("edit message 1 (steered)").click()
-    panel.root.get_by_role("textbox", name="new text of message 1 (steered)").fill("Tell me about rivers.")
+    field = panel.root.get_by_role("textbox", name="new text of message 1 (steered)")
+    field.fill("Tell me about rivers.")
+    field.dispatch_event("keydown", {"key": "Enter", "isComposing": True})  # it ends a word, where words are composed
+    expect(field).to_be_visible()
     panel.button("save").click()
     panel.settled()
     expect(panel.pane("baseline").locator(".cl-message[data-role=user] .cl-text")).to_have_text(

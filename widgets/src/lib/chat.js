@@ -53,7 +53,7 @@ export function chatPane(side, calls) {
       leave.addEventListener("click", done);
       field.addEventListener("keydown", (event) => {
         if (event.key === "Escape") done();
-        if (event.key === "Enter" && !event.shiftKey) {
+        if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
           event.preventDefault();
           save.click();
         }
