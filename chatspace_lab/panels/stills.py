@@ -8,6 +8,7 @@ from typing import Any
 
 from chatspace_lab.panels.buffers import short
 from chatspace_lab.panels.pictures import Numbers, heatmap, largest, message_plot, projection_plot, tint
+from chatspace_lab.session.history import AS_TYPED
 
 MAX_TINTED = 2000
 """Tokens that are tinted, the newest; earlier ones are plain text."""
@@ -35,8 +36,7 @@ def frame(mark: str, title: str, note: str, parts: Sequence[str]) -> str:
     """
     head = f"<div><strong>{html.escape(title)}</strong> <span style='{DIM}'>{html.escape(note)}</span></div>"
     style = "border: 1px solid #888888; padding: 6px 10px; font-family: sans-serif; font-size: 13px"
-    # Nobody's dollars are formulas: MathJax leaves these classes, and everything in a <pre>, alone.
-    classes = f"cl-snapshot {mark} mathjax_ignore tex2jax_ignore"
+    classes = f"cl-snapshot {mark} {AS_TYPED}"
     return f"<div class='{classes}' style='{style}'>{head}{''.join(parts)}</div>"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from typing import TYPE_CHECKING, Any
 
-from chatspace_lab.session.history import describe_operation, describe_where, ranges
+from chatspace_lab.session.history import AS_TYPED, describe_operation, describe_where, ranges
 from chatspace_lab.steering.where import Where, as_where
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def card(lab: LabSession, name: str, stats: dict[str, Any] | None) -> str:
     title = f"<b>{html.escape(name)}</b>"
     if stats is None:
         state = "closed" if not lab.is_alive else "not answering"
-        return f'<div style="font-family: monospace">{title} · {state}</div>'
+        return f'<div class="{AS_TYPED}" style="font-family: monospace">{title} · {state}</div>'
     facts = lab.model.facts
     runs = lab.history.runs
     counts = {status: sum(run.status == status for run in runs) for status in ("running", "done", "aborted", "failed")}
@@ -39,7 +39,7 @@ def card(lab: LabSession, name: str, stats: dict[str, Any] | None) -> str:
         for label, text in rows
     )
     return (
-        f'<div style="font-family: monospace; line-height: 1.5">{title} · ready'
+        f'<div class="{AS_TYPED}" style="font-family: monospace; line-height: 1.5">{title} · ready'
         f'<table style="border-collapse: collapse; background: transparent">{body}</table></div>'
     )
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 LIMIT = 10_000
 """Runs kept; the oldest go first."""
+AS_TYPED = "mathjax_ignore tex2jax_ignore"
+"""Classes of HTML in which nobody's dollars are formulas: MathJax leaves it alone."""
 
 
 @dataclass
@@ -218,8 +220,9 @@ class History:
         ]  # fmt: skip
         return pd.DataFrame(rows, columns=columns).set_index("run")
 
-    def _repr_html_(self) -> str:
-        return str(self.frame()._repr_html_())
+    def _repr_html_(self) -> str | None:
+        table = self.frame()._repr_html_()
+        return None if table is None else f'<div class="{AS_TYPED}">{table}</div>'  # None as pandas' options say
 
 
 def describe(spec: SteeringSpec, norms: Mapping[int, float] | None = None) -> str:

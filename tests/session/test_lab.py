@@ -184,6 +184,7 @@ def test_the_card_shows_model_steering_and_dose_and_the_repr_too(lab: LabSession
     assert "cap [−∞, 3] @ 12" in shown
     assert "&lt;b&gt;runs&lt;/b&gt;" in shown
     assert "1 done" in shown
+    assert shown.startswith('<div class="mathjax_ignore')  # dollars in a prompt are no formula
     assert "cap [−∞, 3] @ 12" in repr(lab)
 
 
@@ -513,6 +514,11 @@ def test_the_history_tells_what_was_run(lab: LabSession, v: torch.Tensor) -> Non
     stream = lab.stream("A day", steering=SteeringSpec.none(), read_layers=[2], directions={"v": v}, **GREEDY)
     text = "".join(delta.text for delta in stream)
     frame = lab.history.frame()
+    shown = lab.history._repr_html_()
+    assert shown.startswith('<div class="mathjax_ignore')
+    assert "Name a river in France." in shown
+    with pd.option_context("display.notebook_repr_html", False):
+        assert lab.history._repr_html_() is None
     assert frame["kind"].tolist() == ["generate", "generate", "chat", "generate"]
     assert frame["asked"].tolist() == ["The river", "3 token ids", "Name a river in France.", "A day"]
     assert frame["steering"].tolist() == ["none", "none", f"add 2·v (|v| {v.norm():.3g}) @ 4", "none"]
