@@ -74,6 +74,8 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
+        self._closing = False
+        self._spawning = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -88,10 +90,11 @@ class LoopThread:
 
     def spawn(self, coroutine: Coroutine[Any, Any, T]) -> RemoteTask[T]:
         """Start ``coroutine`` on the loop."""
-        if self.loop.is_closed() or not self._thread.is_alive():
-            coroutine.close()
-            raise EngineDeadError(CLOSED)
-        return RemoteTask(self.loop, coroutine)
+        with self._spawning:  # what begins before close() is ended by it; what came later would never be run
+            if not self._closing and self._thread.is_alive():
+                return RemoteTask(self.loop, coroutine)
+        coroutine.close()
+        raise EngineDeadError(CLOSED)
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Await ``coroutine`` on this loop from any loop; cancelling the caller cancels it and waits for its end."""
@@ -147,9 +150,11 @@ class LoopThread:
         """Cancel what runs on the loop, stop it and end the thread."""
         if self.loop.is_closed():
             return
+        with self._spawning:
+            self._closing = True
         if not self.is_current and self._thread.is_alive():
             with contextlib.suppress(Exception):
-                self.spawn(_cancel_all()).finished.result(timeout=10)
+                RemoteTask(self.loop, _cancel_all()).finished.result(timeout=10)
         self.loop.call_soon_threadsafe(self.loop.stop)
         if not self.is_current:
             self._thread.join(timeout=10)

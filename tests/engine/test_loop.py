@@ -122,6 +122,26 @@ def test_what_is_cancelled_at_once_has_begun_and_is_cancelled_once(loop: LoopThr
     assert seen == ["began", "cleaned"]
 
 
+def test_nobody_waits_for_ever_for_a_loop_that_is_closed_meanwhile() -> None:
+    def hammer(loop: LoopThread, blocking: bool) -> None:
+        with contextlib.suppress(EngineDeadError):
+            while True:
+                assert (
+                    loop.call(name_of_thread()) if blocking else asyncio.run(loop.run(name_of_thread()))
+                ) == "closed"
+
+    for _ in range(10):
+        loop = LoopThread("closed")
+        threads = [threading.Thread(target=hammer, args=(loop, index < 3), daemon=True) for index in range(6)]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda threads=threads: all(thread.ident for thread in threads))  # type: ignore[misc]
+        loop.close()
+        for thread in threads:
+            thread.join(10)
+        assert not any(thread.is_alive() for thread in threads)
+
+
 def test_a_result_that_comes_too_late_is_let_go(loop: LoopThread) -> None:
     """A handle in it holds memory of the workers, and a notebook keeps the last traceback for long."""
 
