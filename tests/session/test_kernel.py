@@ -92,6 +92,7 @@ def test_callbacks_threads_and_coroutines_may_block(running: tuple[Kernel, Any])
     kernel, _ = running
     kernel.run(
         """
+import asyncio, threading
 import ipywidgets
 answers = {}
 def ask(name): answers[name] = str(lab.chat(question, **greedy)[0])
