@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from chatspace_lab.errors import (
 from chatspace_lab.readings import POOLS, Readings
 from chatspace_lab.spans import below
 from chatspace_lab.steering.directions import DirectionSet
+from chatspace_lab.steering.vectors import as_list
 
 NO_UNITS = np.zeros((1, 0, 1), dtype=np.float32)
 
@@ -223,7 +224,7 @@ class CaptureHandle:
         """
         if layers is None:
             return self.layer_indices
-        chosen = list(layers) if isinstance(layers, Iterable) else [layers]
+        chosen = as_list(layers)
         for layer in chosen:
             if layer not in self.layer_indices:
                 raise CaptureError(f"layer {layer} was not captured, only {list(self.layer_indices)}")

@@ -11,7 +11,7 @@ import torch
 
 from chatspace_lab.capture import CaptureHandle
 from chatspace_lab.errors import AnalysisError
-from chatspace_lab.steering.vectors import as_index
+from chatspace_lab.steering.vectors import as_index, as_list
 
 CHOICES = ("last", "prompt", "answer", "all")
 
@@ -24,7 +24,7 @@ def as_handles(value: CaptureHandle | Iterable[CaptureHandle]) -> list[CaptureHa
     AnalysisError
         If there is none, or it is something else.
     """
-    found = list(value) if np.iterable(value) else [value]
+    found = as_list(value)
     if not found:
         raise AnalysisError("there is nothing to analyse: give at least one fetched capture handle")
     other = next((type(each).__name__ for each in found if not isinstance(each, CaptureHandle)), None)
@@ -41,8 +41,7 @@ def as_layers(layers: Iterable[int] | int) -> tuple[int, ...]:
     SteeringError
         If one is no whole number.
     """
-    given: Any = layers if np.iterable(layers) and not isinstance(layers, str) else [layers]
-    return tuple(dict.fromkeys(as_index(layer, "a layer") for layer in given))
+    return tuple(dict.fromkeys(as_index(layer, "a layer") for layer in as_list(layers)))
 
 
 def as_numbers(value: Any, what: str) -> np.ndarray:

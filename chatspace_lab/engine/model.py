@@ -21,6 +21,7 @@ from chatspace_lab.readings import Readings
 from chatspace_lab.steering.directions import DirectionSet
 from chatspace_lab.steering.program import check_layer
 from chatspace_lab.steering.specs import SteeringSpec
+from chatspace_lab.steering.vectors import as_list
 from chatspace_lab.steering.where import Where
 
 
@@ -319,7 +320,7 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods):
 
 
 def _handles(handles: Iterable[CaptureHandle]) -> list[CaptureHandle]:
-    found = list(handles) if isinstance(handles, Iterable) else [handles]
+    found = as_list(handles)
     if not all(isinstance(handle, CaptureHandle) for handle in found):
         raise CaptureError("expected a list of CaptureHandle, as generate and chat return them with capture_layers")
     return found

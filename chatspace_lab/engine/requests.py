@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -19,7 +19,7 @@ from chatspace_lab.chat import RenderedChat, check_text
 from chatspace_lab.errors import PromptTooLongError, RequestError, SteeringError
 from chatspace_lab.steering.program import Program, check_layer
 from chatspace_lab.steering.specs import SteeringSpec
-from chatspace_lab.steering.vectors import as_index
+from chatspace_lab.steering.vectors import as_index, as_list
 from chatspace_lab.steering.where import Where, as_where, resolve
 
 if TYPE_CHECKING:
@@ -269,11 +269,8 @@ def check_capture_layers(layers: Any, layer_count: int, name: str = "capture_lay
     RequestError
         If one does not exist, or there is none.
     """
-    single = isinstance(layers, int | np.integer) or (isinstance(layers, np.ndarray | torch.Tensor) and not layers.ndim)
-    if isinstance(layers, str | bool) or not (single or isinstance(layers, Iterable)):
-        raise RequestError(f"{name}: expected layer numbers, got {layers!r}")
     try:
-        chosen = sorted({check_layer(layer, layer_count) for layer in ([layers] if single else layers)})
+        chosen = sorted({check_layer(layer, layer_count) for layer in as_list(layers)})
     except SteeringError as error:
         raise RequestError(f"{name}: {error}") from None
     if not chosen:

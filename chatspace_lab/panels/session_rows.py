@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from chatspace_lab.errors import RequestError
 from chatspace_lab.panels.rows import Row, free_id, rows_of, spec_of
 from chatspace_lab.panels.vectors import layers_with, snapshot, usable, variables
-from chatspace_lab.session.sweep import as_list
 from chatspace_lab.steering.program import check_layer
 from chatspace_lab.steering.specs import SteeringSpec
+from chatspace_lab.steering.vectors import as_list
 from chatspace_lab.steering.where import Where, as_where
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from chatspace_lab.errors import RequestError
 from chatspace_lab.panels import stills
 from chatspace_lab.panels.base import Panel, sentence, static
 from chatspace_lab.panels.vectors import layers_with, snapshot, usable, variables
-from chatspace_lab.session.sweep import Cell, Grid, as_list, lay_out
+from chatspace_lab.session.sweep import Cell, Grid, lay_out
 from chatspace_lab.steering.program import check_layer
-from chatspace_lab.steering.vectors import as_number
+from chatspace_lab.steering.vectors import as_list, as_number
 
 if TYPE_CHECKING:
     import pandas as pd

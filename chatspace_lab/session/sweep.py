@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 
 from chatspace_lab.analysis.text import perplexity, repetition
@@ -17,7 +16,7 @@ from chatspace_lab.errors import RequestError, SteeringError
 from chatspace_lab.steering.directions import at_layer
 from chatspace_lab.steering.program import check_layer
 from chatspace_lab.steering.specs import AblationSpec, AddSpec, SteeringSpec
-from chatspace_lab.steering.vectors import as_number, as_vector
+from chatspace_lab.steering.vectors import as_list, as_number, as_vector
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -198,11 +197,6 @@ def as_layers(layers: Any, layer_count: int, what: str) -> list[int]:
     if not given:
         raise RequestError(f"{what}: layers is empty: name at least one")
     return list(dict.fromkeys(check_layer(layer, layer_count) for layer in given))
-
-
-def as_list(values: Any) -> list[Any]:
-    """Return one value or several of any kind of collection as a list; a text is one value."""
-    return list(values) if np.iterable(values) and not isinstance(values, str) else [values]
 
 
 def vector_at(vector: Any, layer: int, hidden_size: int, what: str) -> torch.Tensor:

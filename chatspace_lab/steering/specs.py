@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from chatspace_lab.errors import SteeringError
-from chatspace_lab.steering.vectors import as_direction, as_index, as_number, as_vector
+from chatspace_lab.steering.vectors import as_direction, as_index, as_list, as_number, as_vector
 from chatspace_lab.steering.where import Where, as_where
 from chatspace_lab.wire import LARGEST
 
@@ -254,11 +254,10 @@ class SteeringSpec(_ByValue):
     @classmethod
     def at(cls, layers: int | Sequence[int], *operations: Operation, where: Where | str = "all") -> SteeringSpec:
         """Return a spec with the same operations at one or several layers."""
-        chosen = list(layers) if isinstance(layers, Iterable) and not isinstance(layers, torch.Tensor) else [layers]
         spec = _layer_spec(tuple(operations))
         if spec is None:
             raise SteeringError("SteeringSpec.at: give at least one operation")
-        return cls(layers=dict.fromkeys(chosen, spec), where=where)
+        return cls(layers=dict.fromkeys(as_list(layers), spec), where=where)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_spec_from, (dict(self.layers), self.where))

@@ -115,6 +115,11 @@ def as_index(value: Any, what: str) -> int:
     raise SteeringError(f"{what} is a whole number, got {value!r}")
 
 
+def as_list(values: Any) -> list[Any]:
+    """Return one thing, or several in any kind of collection, as a list; a text, and an array of no axis, is one."""
+    return list(values) if np.iterable(values) and not isinstance(values, str) else [values]
+
+
 def content_key(vector: torch.Tensor) -> bytes:
     """Return 16 bytes that name a float32 CPU vector by its content."""
     return hashlib.blake2b(vector.numpy().tobytes(), digest_size=16).digest()

@@ -99,10 +99,8 @@ def test_against_plain_torch(seed: int, dtype: torch.dtype) -> None:
     assert torch.equal(out, hidden)
 
 
-@pytest.mark.parametrize("outlier", [3e4, 1e30])
-def test_an_outlier_stays_finite(outlier: float) -> None:
-    """One huge entry, as in real models: the reduction must not overflow, nor drown the rest."""
-    spec = SteeringSpec.at(0, ProjectionCapSpec(torch.ones(HIDDEN), max=1.0), AblationSpec(torch.eye(HIDDEN)[1]))
+def one_token(spec: SteeringSpec, dtype: torch.dtype) -> CpuBackend:
+    """Return the backend of a model of one layer in a step of one token, steered by ``spec``."""
     program = compile_spec(spec, layer_count=1, hidden_size=HIDDEN, max_ops_per_layer=OPS)
     assert program is not None
     tables = Tables(
@@ -114,11 +112,20 @@ def test_an_outlier_stays_finite(outlier: float) -> None:
         max_tokens=4,
         device=torch.device("cpu"),
     )
-    tables.put_vectors([0, 1], torch.stack(list(program.vectors.values())).numpy().tobytes())
-    payload = program.payload([0, 1])
-    backend = CpuBackend(tables, torch.float32)
+    rows = range(len(program.vectors))
+    tables.put_vectors(rows, torch.stack(list(program.vectors.values())).numpy().tobytes())
+    payload = program.payload(rows)
+    backend = CpuBackend(tables, dtype)
     slots = tables.place_programs([b"", payload])
     backend.begin(StepPlan(1, np.ones(1, dtype=np.int32), [b"", payload]), [0, slots[payload]], [])
+    return backend
+
+
+@pytest.mark.parametrize("outlier", [3e4, 1e30])
+def test_an_outlier_stays_finite(outlier: float) -> None:
+    """One huge entry, as in real models: the reduction must not overflow, nor drown the rest."""
+    spec = SteeringSpec.at(0, ProjectionCapSpec(torch.ones(HIDDEN), max=1.0), AblationSpec(torch.eye(HIDDEN)[1]))
+    backend = one_token(spec, torch.float32)
     hidden = torch.randn(1, HIDDEN)
     hidden[0, 7] = outlier
     wanted = hidden.clone()
@@ -135,25 +142,9 @@ def test_a_stream_never_overflows(dtype: torch.dtype, with_residual: bool) -> No
     u = torch.ones(HIDDEN)
     ops = [AblationSpec(u, 3e38), AddSpec(u, 9e29), AblationSpec(u, -3e38), ProjectionCapSpec(u, min=3e38)]
     spec = SteeringSpec.at(0, *ops)
-    program = compile_spec(spec, layer_count=1, hidden_size=HIDDEN, max_ops_per_layer=OPS)
-    assert program is not None
-    tables = Tables(
-        layers=1,
-        hidden_size=HIDDEN,
-        max_requests=1,
-        max_ops=OPS,
-        max_vectors=4,
-        max_tokens=4,
-        device=torch.device("cpu"),
-    )
-    tables.put_vectors(range(2), torch.stack(list(program.vectors.values())).numpy().tobytes())
-    payload = program.payload([0, 1])
-    backend = CpuBackend(tables, dtype)
-    slots = tables.place_programs([b"", payload])
-    step = StepPlan(1, np.ones(1, dtype=np.int32), [b"", payload])
+    backend = one_token(spec, dtype)
     hidden, residual = torch.randn(1, HIDDEN).to(dtype), (100 * torch.randn(1, HIDDEN)).to(dtype)
     for _ in range(60):
-        backend.begin(step, [0, slots[payload]], [])
         apply(backend, hidden, residual if with_residual else None, 0)
         stream = hidden + residual if with_residual else hidden
         assert torch.isfinite(stream).all()
