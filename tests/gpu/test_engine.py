@@ -13,9 +13,8 @@ import torch
 
 from chatspace_lab import AblationSpec, AddSpec, ProjectionCapSpec, SteeringSpec, VLLMSteeringConfig, VLLMSteerModel
 
-TF32 = 1e-2
-"""Relative to a row. vLLM's attention kernel for float32 multiplies with ten bits of mantissa (TF32). Attention redone
-so in Hugging Face's model, nothing steered, leaves 7e-4 at the first layer and 2e-3 at the worst."""
+EXACT = "float32, exact attention"
+"""vLLM's usual attention kernel multiplies float32 with ten bits of mantissa (TF32); its flexible one does not."""
 
 PROMPTS = [
     "The capital of France is",
@@ -34,17 +33,29 @@ def folder() -> str:
     return demo_model()
 
 
-def start(dtype: str, **options: Any) -> VLLMSteerModel:
+def start(precision: str, **options: Any) -> VLLMSteerModel:
     eager = options.pop("enforce_eager", False)
+    if precision == EXACT:
+        options["attention_backend"] = "FLEX_ATTENTION"
     config = VLLMSteeringConfig(
-        folder(), max_model_len=1024, dtype=dtype, gpu_memory_utilization=0.1, kv_cache_memory_bytes=2 << 30, **options
+        folder(),
+        max_model_len=1024,
+        dtype=precision.split(",")[0],
+        gpu_memory_utilization=0.1,
+        kv_cache_memory_bytes=2 << 30,
+        **options,
     )
     return VLLMSteerModel(config, enforce_eager=eager)
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def model(request: pytest.FixtureRequest) -> Iterator[VLLMSteerModel]:
-    model = start(request.param)
+@pytest.fixture(scope="module", params=["float32", EXACT, "bfloat16"])
+def precision(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def model(precision: str) -> Iterator[VLLMSteerModel]:
+    model = start(precision)
     yield model
     model.close()
 
@@ -54,6 +65,33 @@ def hf() -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder(), dtype=torch.float32).cuda()
+
+
+def rounding_like(hf: Any, precision: str) -> Any:
+    """Return Hugging Face's model with the engine's rounding: bfloat16, or attention multiplied in TF32."""
+    from transformers import AttentionInterface
+
+    model = copy.deepcopy(hf)
+    if precision == "bfloat16":
+        return model.to(torch.bfloat16)
+    AttentionInterface.register("tf32", tf32_attention)
+    model.set_attn_implementation("tf32")
+    return model
+
+
+def as_tf32(x: torch.Tensor) -> torch.Tensor:
+    """Cut float32 to ten bits of mantissa, as the tensor cores do."""
+    return (x.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+
+def tf32_attention(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, scaling: float, **_: Any
+) -> tuple[torch.Tensor, None]:
+    """One whole sequence: [1, heads, tokens, head size]."""
+    key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
+    later = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).triu(1)
+    scores = (as_tf32(query) @ as_tf32(key).transpose(2, 3) * scaling).masked_fill(later, float("-inf"))
+    return (as_tf32(scores.softmax(dim=-1)) @ as_tf32(value)).transpose(1, 2).contiguous(), None
 
 
 def oracle(hf: Any, ids: list[int], spec: SteeringSpec | None) -> torch.Tensor:
@@ -106,10 +144,24 @@ def distances(got: list[torch.Tensor], want: list[torch.Tensor]) -> torch.Tensor
     return (a - b).norm(dim=-1) / b.norm(dim=-1)
 
 
-def test_captures_and_operations_match_hugging_face(model: VLLMSteerModel, hf: Any) -> None:
-    """float32 within what TF32 leaves (vLLM's attention kernel multiplies float32 so); bf16 as far from float32 as
-    Hugging Face's own bf16 is, layer by layer, and its worst row no worse than twice theirs."""
-    half = copy.deepcopy(hf).to(torch.bfloat16) if model.dtype == torch.bfloat16 else None
+def check(got: list[torch.Tensor], want: list[torch.Tensor], rounded: list[torch.Tensor] | None, told: Any) -> None:
+    """[layers, rows, hidden_size] each. With ``rounded``, Hugging Face's rows under the engine's own rounding: as far
+    from float32 as these are, layer by layer, and no row much worse than their worst."""
+    ours = distances(got, want)
+    if rounded is None:
+        assert ours.max() < 1e-4, (told, ours.amax(dim=1))
+        return
+    theirs = distances(rounded, want)
+    assert (ours.median(dim=1).values <= 1.3 * theirs.median(dim=1).values + 1e-5).all(), (
+        told,
+        ours.median(dim=1).values,
+        theirs.median(dim=1).values,
+    )
+    assert ours.max() < 2.5 * theirs.max() + 1e-4, (told, ours.amax(dim=1), theirs.amax(dim=1))
+
+
+def test_captures_and_operations_match_hugging_face(model: VLLMSteerModel, hf: Any, precision: str) -> None:
+    rounding = None if precision == EXACT else rounding_like(hf, precision)
 
     async def main() -> None:
         for spec in specs(model.hidden_size):
@@ -119,13 +171,8 @@ def test_captures_and_operations_match_hugging_face(model: VLLMSteerModel, hf: A
             await model.fetch_captures_batch(handles)
             got = [torch.stack([handle.hidden(layer).cuda() for layer in range(30)]) for handle in handles]
             want = [oracle(hf, handle.token_ids, spec) for handle in handles]
-            ours = distances(got, want)
-            if half is None:
-                assert ours.max() < TF32, (spec, ours.amax(dim=1))
-                continue
-            theirs = distances([oracle(half, handle.token_ids, spec) for handle in handles], want)
-            assert (ours.median(dim=1).values <= 1.3 * theirs.median(dim=1).values + 1e-3).all(), (spec, ours, theirs)
-            assert ours.max() < 2 * theirs.max() + 1e-2, (spec, ours.amax(dim=1), theirs.amax(dim=1))
+            rounded = None if rounding is None else [oracle(rounding, handle.token_ids, spec) for handle in handles]
+            check(got, want, rounded, (precision, spec))
 
     asyncio.run(main())
 
@@ -152,7 +199,7 @@ def test_neighbours_are_untouched_bit_for_bit(model: VLLMSteerModel) -> None:
                 if model.dtype == torch.float32:  # TF32 and the order of arrival: close, and not always the same bits
                     prompt = slice(0, 4)
                     apart = [distances([rows[i][None, prompt]], [known[1][i][None, prompt]]) for known in plain]
-                    assert min(float(each.max()) for each in apart) < TF32
+                    assert min(float(each.max()) for each in apart) < 1e-2
                     continue
                 assert texts[i] == plain[0][0][i]
                 assert any(torch.equal(rows[i], known[1][i]) for known in plain)
@@ -162,33 +209,47 @@ def test_neighbours_are_untouched_bit_for_bit(model: VLLMSteerModel) -> None:
     asyncio.run(main())
 
 
-def test_prefix_cache_never_mixes(model: VLLMSteerModel) -> None:
+def test_prefix_cache_never_mixes(model: VLLMSteerModel, hf: Any, precision: str) -> None:
+    """What follows is computed on cached values: the likeliest tokens as likely as Hugging Face finds them, but for the
+    rounding, which Hugging Face shows too."""
+
+    def logprobs(of: Any, ids: list[int], spec: SteeringSpec | None) -> torch.Tensor:
+        with torch.no_grad():
+            return of.lm_head(of.model.norm(oracle(of, ids, spec)[-1, -1])).float().log_softmax(dim=-1)
+
     async def main() -> None:
         long = "A shared preamble about boats, winds and tides. " * 12
-        v = torch.randn(model.hidden_size, generator=torch.Generator().manual_seed(3))
-        spec = SteeringSpec.at(5, AddSpec(v))
+        spec = SteeringSpec.at(
+            5, AddSpec(torch.randn(model.hidden_size, generator=torch.Generator().manual_seed(3)), 8)
+        )
         ask = {"temperature": 0.0, "max_tokens": 1, "logprobs": 5, "raw_output": True}
-        plain = [(await model.generate(long, **ask))[0] for _ in range(2)]
-        steered = [(await model.generate(long, steering=spec, **ask))[0] for _ in range(2)]
-        again = (await model.generate(long, **ask))[0]
-        cached = [output.num_cached_tokens for output in (*plain, *steered, again)]
+        asked = [0, 0, 1, 1, 0]  # plain or steered
+        outputs = [(await model.generate(long, steering=spec if each else None, **ask))[0] for each in asked]
+        cached = [output.num_cached_tokens for output in outputs]
         assert cached[0] == cached[2] == 0
         assert min(cached[1], cached[3], cached[4]) > 0
-        # What follows is computed on the cached values: the same five likeliest tokens, as likely as without the cache.
-        told = [output.outputs[0].logprobs[0] for output in (*plain, *steered, again)]
-        top = [sorted((each.logprob for each in step.values()), reverse=True)[:5] for step in told]
-
-        def apart(one: int, other: int) -> float:
-            return max(abs(a - b) for a, b in zip(top[one], top[other], strict=True))
-
-        assert max(apart(0, 1), apart(0, 4), apart(2, 3)) < 0.1
-        assert apart(0, 2) > 0.3
+        ids = list(outputs[0].prompt_token_ids)
+        want = [logprobs(hf, ids, each) for each in (None, spec)]
+        allowed = 1e-3
+        if precision != EXACT:
+            rounding = rounding_like(hf, precision)
+            rounded = [logprobs(rounding, ids, each) for each in (None, spec)]
+            apart = [(a - b)[a.topk(5).indices].abs().max() for a, b in zip(rounded, want, strict=True)]
+            allowed += 3 * float(max(apart))
+        for output, each in zip(outputs, asked, strict=True):
+            told = {token: found.logprob for token, found in output.outputs[0].logprobs[0].items()}
+            own, other = (
+                max(abs(logprob - float(of[token])) for token, logprob in told.items())
+                for of in (want[each], want[1 - each])
+            )
+            assert own < allowed < other / 2, (precision, own, other, allowed)
 
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("attention", ["float32", EXACT])
 @pytest.mark.parametrize("path", ["chunked", "preempted", "v1", "eager"])
-def test_other_scheduler_paths(path: str, hf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_scheduler_paths(path: str, attention: str, hf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {}
     if path == "chunked":
         options = {"max_num_batched_tokens": 32, "max_num_seqs": 16, "enable_chunked_prefill": True}
@@ -198,7 +259,8 @@ def test_other_scheduler_paths(path: str, hf: Any, monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     if path == "eager":
         options = {"enforce_eager": True}
-    model = start("float32", **options)
+    model = start(attention, **options)
+    rounding = None if attention == EXACT else rounding_like(hf, "float32")
 
     async def main() -> None:
         if path == "v1":
@@ -212,11 +274,11 @@ def test_other_scheduler_paths(path: str, hf: Any, monkeypatch: pytest.MonkeyPat
         await model.fetch_captures_batch(handles)
         for handle, used in zip(handles, mixed, strict=True):
             assert len(handle.token_ids) == handle.prompt_len + 199
-            want = oracle(hf, handle.token_ids, used or None)
-            for layer in (0, 11, 29):
-                got = handle.hidden(layer).cuda()
-                error = ((got - want[layer]).norm(dim=-1) / want[layer].norm(dim=-1)).max()
-                assert error < 2 * TF32, (path, layer, error)  # 240 positions, 30 steered layers
+            layers = [0, 11, 29]
+            got = torch.stack([handle.hidden(layer).cuda() for layer in layers])
+            want = oracle(hf, handle.token_ids, used or None)[layers]
+            rounded = rounding and [oracle(rounding, handle.token_ids, used or None)[layers]]
+            check([got], [want], rounded, (path, used))
 
         task = asyncio.create_task(model.generate(prompts, temperature=0.0, max_tokens=500, ignore_eos=True))
         await asyncio.sleep(0.3)
