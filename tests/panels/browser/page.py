@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -183,9 +184,13 @@ def saved(page: Page, server: Server) -> Any:
 
 
 def save(page: Page) -> None:
-    """Save the notebook."""
-    command(page, "docmanager:save")
-    expect(page.locator(".jp-mod-dirty")).to_have_count(0)
+    """Save the notebook: once more if something was kept in it meanwhile."""
+    unsaved = page.locator(".jp-mod-dirty")
+    for _ in range(5):
+        command(page, "docmanager:save")
+        with contextlib.suppress(AssertionError):
+            return expect(unsaved).to_have_count(0, timeout=5_000)
+    raise AssertionError("the notebook does not stay saved")
 
 
 def command(page: Page, name: str, **arguments: Any) -> None:
