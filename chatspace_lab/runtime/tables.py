@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from chatspace_lab import wire
+from chatspace_lab.runtime.store import FIRST_ANSWER_ROWS
 
 
 class SlotTable:
@@ -118,8 +119,10 @@ class Tables:
         self.device, self.layers, self.hidden_size, self.max_tokens = device, layers, hidden_size, max_tokens
         self.bank = torch.zeros(max_vectors, hidden_size, dtype=torch.float32, device=device)
         self.programs = SlotTable(max_requests, (layers, 1 + max_ops, 4), torch.int32, device)
-        # A request's step may cross from one segment of its capture into the next.
-        self.captures = SlotTable(2 * max_requests, (layers,), torch.int64, device)
+        # A request's step may begin in one segment of its capture and end in another. One that was thrown out and is
+        # computed again covers those between too, each of which has twice FIRST_ANSWER_ROWS or more.
+        between = max_tokens // (2 * FIRST_ANSWER_ROWS)
+        self.captures = SlotTable(2 * max_requests + between, (layers,), torch.int64, device)
         self.program_of_token = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self.capture_of_token = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self.capture_row_of_token = torch.zeros(max_tokens, dtype=torch.int32, device=device)

@@ -14,6 +14,7 @@ from chatspace_lab.runtime import backend_cuda
 from chatspace_lab.runtime.core import Arrival, Runtime
 from chatspace_lab.runtime.pool import SharedPool
 from chatspace_lab.runtime.store import CaptureStore
+from chatspace_lab.runtime.tables import Tables
 from chatspace_lab.spans import below, rank
 from tests.runtime.test_steady import HIDDEN, LAYERS, empty_tables, payload
 
@@ -90,3 +91,32 @@ def test_every_token_at_random(seed: int, monkeypatch: pytest.MonkeyPatch) -> No
         tokens += token
     assert min(steered, captured) > 50
     assert max(steered, captured) < tokens
+
+
+def test_many_segments_recomputed_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long answer has a segment of rows per doubling; thrown out and computed again, one step needs all of them."""
+    monkeypatch.setattr(backend_cuda, "TokenBuffer", HostBuffer)
+    length = 1500
+    tables = Tables(
+        layers=LAYERS,
+        hidden_size=HIDDEN,
+        max_requests=2,
+        max_ops=1,
+        max_vectors=1,
+        max_tokens=2 * length,
+        device=torch.device("cpu"),
+    )
+    store = CaptureStore(SharedPool(1 << 24), HIDDEN, torch.float32, lambda: lambda: True)
+    runtime = Runtime(tables, store, backend_cuda.CudaBackend(tables, torch.float32), captures=True)
+    wish = {"ops": b"", "steer_spans": [], "capture_layers": [0, 1], "capture_spans": [0, -1]}
+    names = ["a", "b"]
+    runtime.admit([], [Arrival(name, {wire.EXTRA: {"key": name, **wish}}, 1, length) for name in names])
+    for at in range(length):
+        runtime.begin(names, np.array([1, 1]), np.array([at, at]))
+    assert all(len(store._buffers[name].segments) > 3 for name in names)
+    runtime.begin(names, np.array([length, length]), np.array([0, 0]))
+    for token in range(2 * length):
+        there = tables.captures.host[int(tables.capture_of_token[token])]
+        row = int(tables.capture_row_of_token[token])
+        wanted = place(runtime, names[token // length], token % length)
+        assert np.where(there, there + row * HIDDEN * 4, 0).tolist() == wanted.tolist(), token
