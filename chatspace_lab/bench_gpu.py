@@ -73,7 +73,7 @@ class Figure(NamedTuple):
         met = "" if self.target is None else ("  missed" if self.missed else "  met")
         aim = "" if self.target is None else f"  (at most {self.target:.2f}){met}"
         return (
-            f"{self.shape:11} {self.what:52} batch {self.batch:4}  {self.base_ms:9.3f} -> {self.ours_ms:9.3f} ms  "
+            f"{self.shape:11} {self.what:60} batch {self.batch:4}  {self.base_ms:9.3f} -> {self.ours_ms:9.3f} ms  "
             f"ratio {self.ratio:6.3f} [{self.low:.3f} to {self.high:.3f}]{aim}"
         )
 
@@ -222,6 +222,9 @@ async def measure_shape(
         ]
         for what, target, options in cases:
             yield await figure(what, batch, target, NEW_TOKENS, base, generate(batch, NEW_TOKENS, **options))
+        first = theirs(batch, 1)
+        for what, _, options in cases[:3]:  # what of it is paid once, before the steps: admission and prefill
+            yield await figure(f"{what}, to the first token", batch, None, 1, first, generate(batch, 1, **options))
     count, length = PREFILL
     base = theirs(count, 1, length)
     what = f"prefill of {count} x {length} tokens"

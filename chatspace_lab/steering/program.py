@@ -34,9 +34,17 @@ class Program:
 
     def payload(self, rows: Sequence[int]) -> bytes:
         """Return the operations as bytes, with the bank row of each vector in place of its index."""
-        placed = self.ops.copy()
-        placed["row"] = np.asarray(rows, dtype=np.int32)[placed["row"]]
-        return placed.tobytes()
+        key = tuple(rows)
+        if key not in self._payload:  # the same as last time, unless a vector had to make room
+            placed = self.ops.copy()
+            placed["row"] = np.asarray(key, dtype=np.int32)[placed["row"]]
+            self._payload.clear()
+            self._payload[key] = placed.tobytes()
+        return self._payload[key]
+
+    @functools.cached_property
+    def _payload(self) -> dict[tuple[int, ...], bytes]:
+        return {}
 
     def salt(self, spans: Sequence[int]) -> str:
         """Name the program by content, and by the positions it acts on: equal salts may share a KV cache."""

@@ -93,6 +93,10 @@ def test_operations_in_order_with_each_vector_once() -> None:
     for op, (layer, kind, vector, a, b) in zip(ops, wanted, strict=True):
         assert (op["layer"], op["kind"], op["a"], op["b"]) == (layer, kind, a, b)
         assert torch.allclose(rows[int(op["row"])], vector)
+    for placed in ([2, 0, 1], [2, 0, 1], [10, 11, 12]):  # the vectors were moved
+        again = np.frombuffer(program.payload(placed), dtype=wire.OP)
+        assert again["row"].tolist() == [placed[row - 10] for row in ops["row"].tolist()]
+        assert (again[["layer", "kind", "a", "b"]] == ops[["layer", "kind", "a", "b"]]).all()
 
 
 def test_equal_programs_have_equal_salts() -> None:
