@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,10 @@ def test_token_heatmap() -> None:
         token_heatmap(frame(), "cosine_other")
     with pytest.raises(AnalysisError, match="the frame has no rows"):
         token_heatmap(frame()[:0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        nothing = token_heatmap(frame().assign(**{f"cosine_{NAME}": np.nan}), f"cosine_{NAME}")  # rows that are zero
+    assert (nothing.data[0].zmin, nothing.data[0].zmax) == (-1, 1)
 
 
 def test_ids_stand_in_for_missing_texts() -> None:
@@ -217,6 +222,8 @@ def test_projection_lines() -> None:
     assert whole.data[0].name == "run"
     with pytest.raises(AnalysisError, match=r"no token of layer 2 to draw; the frame has layers \[1, 4\]"):
         projection_lines(frame(), layer=2)
+    with pytest.raises(AnalysisError, match="the token at position 0 is drawn with first_token=True"):
+        projection_lines(frame()[lambda each: each["position"] == 0], layer=4)
     with pytest.raises(AnalysisError, match="name one of the frame's directions"):
         projection_lines(frame(), layer=4, direction="other")
 

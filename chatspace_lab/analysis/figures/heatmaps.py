@@ -46,8 +46,9 @@ def token_heatmap(tokens: pd.DataFrame, value: str = "norm", *, share: float = 0
     about = np.stack([texts, [escape(role) for role in labels["role"]]], axis=-1)
     cells = grid.to_numpy(dtype=float)
     signed = value != "norm"
-    limit = float(np.nanquantile(np.abs(cells), share)) or 1.0
-    beyond = bool((np.abs(cells[np.isfinite(cells)]) > limit).any())
+    sizes = np.abs(cells[np.isfinite(cells)])  # there may be none: cosines of rows that are zero
+    limit = (float(np.quantile(sizes, share)) if sizes.size else 0.0) or 1.0
+    beyond = bool((sizes > limit).any())
     name, unit = name_of(value)
     bar = f"{escape(name)}<br>({escape(unit)})" + (f"<br>colour ends<br>at {limit:.3g}" if beyond else "")
     figure = go.Figure(

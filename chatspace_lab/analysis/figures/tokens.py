@@ -66,7 +66,8 @@ def projection_lines(
         chosen = run[(run["layer"] == layer) & (first_token | (run["position"] > 0))].sort_values("position")
         if chosen.empty:
             layers = sorted(int(at) for at in run["layer"].unique())
-            raise AnalysisError(f"{name}: no token of layer {layer} to draw; the frame has layers {layers}")
+            left_out = "" if first_token else "; the token at position 0 is drawn with first_token=True"
+            raise AnalysisError(f"{name}: no token of layer {layer} to draw; the frame has layers {layers}{left_out}")
         figure.add_scatter(
             x=chosen["position"],
             y=chosen[column],
