@@ -91,7 +91,7 @@ class Runtime:
                     payload["capture_layers"],
                     payload["capture_spans"],
                     arrival.prompt_len,
-                    arrival.prompt_len + (arrival.max_tokens or 0),
+                    arrival.prompt_len + max((arrival.max_tokens or 0) - 1, 0),  # the last token is never computed
                 )
             program = bytes(payload["ops"])
             if program or capture is not None:

@@ -69,3 +69,28 @@ def test_answers_that_grow_past_the_limit(small: VLLMSteerModel, tiny_hf: Oracle
     wait_until(lambda: held(small)["nbytes"] == 0, what="the worker drops everything")
     _, [after] = generate(small, [7, 8, 9], max_tokens=5, capture_layers=ALL)
     check(after, tiny_hf, None)
+
+
+def test_captures_that_fill_the_limit_exactly(small: VLLMSteerModel, tiny_hf: Oracle) -> None:
+    """Nothing is reserved for a token that is never computed: the last byte can be used, and no more than that."""
+    rows = LIMIT // (8 * 1024)
+    prompts = [[20 + index] * (rows - 9 * (index % 2)) for index in range(8)]  # half of them answer with ten tokens
+
+    async def main() -> None:
+        answers = await asyncio.gather(
+            *(
+                small.generate(prompt, capture_layers=ALL, max_tokens=1 + rows - len(prompt), **GREEDY)
+                for prompt in prompts
+            )
+        )
+        handles = [handle for _, [handle] in answers]
+        assert small._client.captures.held_bytes == held(small)["nbytes"] == LIMIT
+        with pytest.raises(CaptureLimitError):
+            await small.generate([5], capture_layers=[0], max_tokens=1, **GREEDY)
+        await small.fetch_captures_batch(handles)
+        for handle in handles:
+            check(handle, tiny_hf, None)
+            handle.close()
+
+    asyncio.run(main())
+    wait_until(lambda: held(small)["nbytes"] == 0, what="the worker drops everything")
