@@ -160,6 +160,10 @@ class CaptureBroker:
         for handle in handles:
             if handle.state == "closed":
                 raise CaptureClosedError(f"the captures of request {handle.request_id} were closed")
+            if handle.state == "running" and not handle.computed:
+                raise CaptureError(
+                    f"request {handle.request_id} has not ended yet: await it, then read, or stream it with read_layers"
+                )
             if how != "read" and not rank(handle.spans, handle.computed):
                 raise CaptureError(f"request {handle.request_id} has no rows to pool")
         away = [handle for handle in handles if not handle.is_fetched and handle.computed]

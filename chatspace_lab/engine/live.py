@@ -78,6 +78,8 @@ class LiveReader:
         )
         self._generated.extend(delta.token_ids)
         handle = self._handle
+        if not self._generated:
+            return delta  # no row is known to be computed
         if handle.state == "running":
             handle.advance(self._generated)
         [values] = await self._broker.reduce(

@@ -13,7 +13,7 @@ from chatspace_lab import AddSpec, CaptureHandle, SteeringSpec, Where
 from chatspace_lab.engine.live import LiveReader
 from chatspace_lab.engine.model import VLLMSteerModel
 from chatspace_lab.engine.stream import StreamDelta
-from chatspace_lab.errors import CaptureClosedError, RequestError, SteeringError, WorkerError
+from chatspace_lab.errors import CaptureClosedError, CaptureError, RequestError, SteeringError, WorkerError
 from chatspace_lab.steering.directions import DirectionSet
 from tests.conftest import held, wait_until
 
@@ -122,6 +122,24 @@ def test_a_stream_that_is_left_keeps_what_it_read_and_frees_the_rest(model: VLLM
 
     asyncio.run(main())
     wait_until(lambda: held(model)["buffers"] == 0)
+
+
+def test_a_stream_without_readings_has_none_before_it_has_ended(model: VLLMSteerModel) -> None:
+    """Nobody has said yet how far it is: an error, and not readings of no rows."""
+
+    async def main() -> None:
+        stream = model.stream("Once", max_tokens=20, ignore_eos=True, temperature=0.0, capture_layers=[7])
+        await anext(stream)
+        assert stream.handle is not None
+        for read in (stream.handle.read, stream.handle.pool, lambda: model.read_captures([stream.handle])):
+            with pytest.raises(CaptureError, match="has not ended yet: await it, then read"):
+                await read()
+        async for _ in stream:
+            pass
+        assert len(await stream.handle.read()) == stream.handle.prompt_len + 19
+        stream.handle.close()
+
+    asyncio.run(main())
 
 
 def test_a_request_that_fails_says_why_and_not_that_its_rows_are_gone(model: VLLMSteerModel) -> None:
