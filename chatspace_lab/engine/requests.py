@@ -179,6 +179,8 @@ def _readable(params: SamplingParams) -> SamplingParams:
     ``vllm/v1/engine/core.py``), and nobody would ever be answered again. Tensors among ``extra_args`` pass there, and
     end it when it hands them to its workers.
     """
+    if params.extra_args and wire.EXTRA in params.extra_args:
+        raise RequestError(f"sampling: extra_args has {wire.EXTRA!r}, which is ours: leave it out, and say steering=")
     try:
         return msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=type(params))
     except (TypeError, ValueError, OverflowError) as error:

@@ -37,7 +37,7 @@ from chatspace_lab.steering.specs import SteeringSpec
 from chatspace_lab.steering.where import Where, as_where
 
 if TYPE_CHECKING:
-    from vllm import RequestOutput
+    from vllm import RequestOutput, SamplingParams
 
 
 class RequestMethods:
@@ -67,6 +67,15 @@ class RequestMethods:
             prompts.append(Prompt(chat.token_ids, chat.text, chat))
         return prompts
 
+    def _sampling(self, sampling_params: Any, keywords: Mapping[str, Any]) -> SamplingParams:
+        params = sampling_from(sampling_params, keywords, own=OWN_ARGUMENTS)
+        if self.tokenizer is None and (params.stop or params.bad_words):
+            raise RequestError(
+                "sampling: stop and bad_words are texts, and this model was started without a tokenizer: "
+                "give stop_token_ids or logit_bias"
+            )
+        return params
+
     def prepare(
         self,
         prompts: Any,
@@ -91,7 +100,7 @@ class RequestMethods:
             found = self._chat_prompts(prompts, chat_options)
         else:
             found = prompts_from(prompts, self.tokenizer, self._client.facts.vocab_size)
-        params = sampling_from(sampling_params, sampling, own=OWN_ARGUMENTS)
+        params = self._sampling(sampling_params, sampling)
         where = as_where(capture_where)
         if capture_layers is not None:
             check_capture_layers(capture_layers, self.layer_count)
@@ -103,7 +112,7 @@ class RequestMethods:
 
     def _submissions(self, prompts: list[Prompt], ask: Ask) -> list[Submission]:
         """Check everything and lay out one request per prompt and sample."""
-        params = sampling_from(ask.sampling_params, ask.sampling, own=OWN_ARGUMENTS)
+        params = self._sampling(ask.sampling_params, ask.sampling)
         for index, prompt in enumerate(prompts):
             check_length(prompt, index, params.max_tokens, self.max_model_len)
         layers = None if ask.capture_layers is None else check_capture_layers(ask.capture_layers, self.layer_count)

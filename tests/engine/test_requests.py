@@ -9,6 +9,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 
+from chatspace_lab import wire
 from chatspace_lab.engine.requests import OWN_ARGUMENTS, check_capture_layers, prompts_from, sampling_from
 from chatspace_lab.errors import RequestError
 
@@ -34,6 +35,13 @@ def test_sampling_that_the_engine_cannot_read(keywords: dict[str, Any]) -> None:
         sampling_from(None, keywords, own=OWN_ARGUMENTS)
     with pytest.raises(RequestError, match="sampling: the engine cannot read it"):
         sampling_from(SamplingParams(**keywords), {}, own=OWN_ARGUMENTS)
+
+
+def test_the_workers_own_part_of_sampling() -> None:
+    """What is not what they expect there ends the engine."""
+    for given in ({}, 5):
+        with pytest.raises(RequestError, match="sampling: extra_args has 'chatspace_lab', which is ours"):
+            sampling_from(None, {"extra_args": {wire.EXTRA: given}}, own=OWN_ARGUMENTS)
 
 
 def test_sampling_in_other_types_than_pythons_own() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from chatspace_lab import AblationSpec, AddSpec, CaptureHandle, ProjectionCapSpec, SteeringSpec, VLLMSteerModel, Where
+from chatspace_lab.errors import RequestError
 from tests.conftest import held
 from tests.oracle import Oracle, error
 from tests.tiny import HIDDEN, LAYERS
@@ -153,6 +154,15 @@ def test_rows_after_a_stop_token_and_after_an_end_of_sequence(roomy: VLLMSteerMo
         assert handle.generated_len == end
         assert len(handle.positions) == len(prompt) + end - 1
         check(handle, tiny_hf, None)
+
+
+@pytest.mark.parametrize("words", [{"stop": ["a"]}, {"bad_words": ["a"]}])
+def test_words_without_a_tokenizer(roomy: VLLMSteerModel, words: Any) -> None:
+    """The engine would take them, and neither stop there nor avoid them."""
+    with pytest.raises(RequestError, match="without a tokenizer: give stop_token_ids"):
+        asyncio.run(roomy.generate([5, 6], max_tokens=2, **words))
+    with pytest.raises(RequestError, match="without a tokenizer"):
+        roomy.prepare([5, 6], **words)
 
 
 def test_samples_of_one_prompt(roomy: VLLMSteerModel, tiny_hf: Oracle) -> None:
