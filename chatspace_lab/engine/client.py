@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 SHUTDOWN_S = 30
 """Seconds that an engine may take to end by itself. A worker alone may take 9 of them."""
 
+DEATH_S = 1
+"""Seconds between two looks at whether the engine still lives, while a call waits for its answer."""
+
 Progress = Callable[[str], None]
 """Is told what is being done."""
 
@@ -212,10 +215,17 @@ class EngineClient:
         """
         from vllm.v1.engine.exceptions import EngineDeadError
 
+        call = asyncio.ensure_future(self._engine.collective_rpc(method, args=args))
         try:
-            answers = await self._engine.collective_rpc(method, args=args)
+            # vLLM never answers a call that was under way when its engine died (``call_utility_async``).
+            while not (await asyncio.wait([call], timeout=DEATH_S))[0]:
+                if self._engine.errored:
+                    raise self._dead()
+            answers = call.result()
         except EngineDeadError as error:
             raise self._dead() from error
+        finally:
+            call.cancel()
         for answer in answers:
             if answer[0] == "error":
                 _, kind, message, traceback_text = answer

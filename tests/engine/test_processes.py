@@ -123,12 +123,22 @@ def test_a_worker_that_dies(llama: str, no_leftovers: None) -> None:
         (worker,) = [child for child in children() - others if "Worker" in " ".join(child.cmdline())]
 
         async def main() -> None:
-            task = asyncio.create_task(model.generate([PROMPT] * 20, **LONG, capture_layers=[0]))
+            _, [handle] = await model.generate(PROMPT, **SHORT, capture_layers=[0])
+            generating = model.generate([PROMPT] * 20, **LONG, capture_layers=[0])
+            waiting = [asyncio.create_task(generating)]
             await asyncio.to_thread(wait_until, lambda: unfinished(model) > 0)
+            worker.suspend()  # what is asked now gets no answer any more
+            never_seen = SteeringSpec.at(0, AddSpec(torch.ones(model.hidden_size)))
+            late = (model.generate(PROMPT, **SHORT, steering=never_seen), model.stats(), handle.read(), handle.fetch())
+            waiting += [asyncio.create_task(each) for each in late]
+            await asyncio.sleep(0.3)
             worker.kill()
-            with pytest.raises(EngineDeadError, match="close the model"):
-                async with asyncio.timeout(60):
-                    await task
+            async with asyncio.timeout(60):
+                outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+            for outcome in outcomes:
+                assert isinstance(outcome, EngineDeadError), outcome
+                assert "close the model" in str(outcome)
+            handle.close()
             with pytest.raises(EngineDeadError):
                 async with asyncio.timeout(60):
                     await model.generate(PROMPT, **SHORT)
