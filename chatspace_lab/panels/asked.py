@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -94,6 +94,8 @@ class Asked:
         System message, or None.
     layers
         Read, ascending.
+    vectors
+        By name, as they were then: read along those that are usable, and steered by those of the rows.
     """
 
     number: int
@@ -104,6 +106,7 @@ class Asked:
     system: str | None
     sampling: Sampling
     layers: tuple[int, ...]
+    vectors: Mapping[str, Any] = field(default_factory=dict)
 
     def messages(self, side: str) -> list[dict[str, str]]:
         """Return the conversation of a side, up to the answer that is asked for."""
@@ -136,14 +139,16 @@ def turns_from(plain: Sequence[Mapping[str, Any]]) -> tuple[Turn, ...]:
     return tuple(Turn(**each) for each in plain)
 
 
-def check_view(view: Mapping[str, Any], layer_count: int) -> None:
-    """Check what is looked at, whole or in part.
+def check_view(view: Mapping[str, Any], layer_count: int, names: Collection[Any] | None = None) -> None:
+    """Check what is looked at, whole or in part; the direction only where the names that there are, are given.
 
     Raises
     ------
     RequestError
         Naming what cannot be looked at.
     """
+    if not isinstance(view, Mapping):
+        raise RequestError(f"a panel's view is a dict, got {view!r}")
     unknown = set(view) - {"layers", "direction", "plot", "pinned"}
     if unknown:
         raise RequestError(f"a panel's view has no {', '.join(sorted(unknown))}")
@@ -159,6 +164,9 @@ def check_view(view: Mapping[str, Any], layer_count: int) -> None:
         or not all(isinstance(at, int) and 0 <= at < layer_count for at in layers)
     ):
         raise RequestError(f"view: layers are numbers from 0 to {layer_count - 1}, at least one")
+    direction = view.get("direction")
+    if names is not None and direction is not None and direction not in names:
+        raise RequestError(f"view: there is no vector {direction!r}")
 
 
 def layers_to_read(layer_count: int, needed: Sequence[int]) -> tuple[int, ...]:

@@ -13,15 +13,14 @@ from chatspace_lab.steering.where import Where, as_where
 CLASSES = {"add": "AddSpec", "cap": "ProjectionCapSpec", "ablate": "AblationSpec"}
 
 
-def code_of(asked: Asked, vectors: Mapping[str, Any], lab: str) -> str:
+def code_of(asked: Asked, lab: str) -> str:
     """Return Python that gives the steered answer again.
 
     Parameters
     ----------
     asked
-        What to do again.
-    vectors
-        By name; a variable that still holds one is written by its name, others as ``lab.vectors[…]``.
+        What to do again. A variable that still holds one of its vectors is written by its name, others are
+        ``lab.vectors[…]``.
     lab
         What the session is called in the notebook.
     """
@@ -33,7 +32,7 @@ def code_of(asked: Asked, vectors: Mapping[str, Any], lab: str) -> str:
     steps: dict[int, list[str]] = {}
     for row in acting:
         for layer in row.layers:
-            steps.setdefault(layer, []).append(_operation(row, layer, vectors, lab))
+            steps.setdefault(layer, []).append(_operation(row, layer, asked.vectors, lab))
     parts = [f"from chatspace_lab import {', '.join(imports)}", ""]
     if steps:
         parts.append("spec = SteeringSpec(")

@@ -10,7 +10,7 @@ from chatspace_lab.panels.asked import Asked
 from chatspace_lab.panels.buffers import short
 from chatspace_lab.panels.code import code_of
 from chatspace_lab.panels.doses import dose_per_scale, first_difference
-from chatspace_lab.panels.rows import Row, Vectors, where_name
+from chatspace_lab.panels.rows import Row, where_name
 from chatspace_lab.session.history import ranges
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def receipt(
     """
     steered = answers["steered"]
     asked = steered.asked
-    steps = steps_of(asked, lab.vectors, norms)
+    steps = steps_of(asked, norms)
     baseline = answers.get("baseline")
     parts = None if baseline is None else first_difference(baseline.token_ids, steered.token_ids)
     said = [
@@ -48,17 +48,17 @@ def receipt(
         f"{len(steered.token_ids)} tokens in {seconds:.1f} s",
         *([] if parts is None else [f"parts at token {parts}"]),
     ]
-    return {"number": asked.number, "text": " · ".join(said), "code": code_of(asked, lab.vectors, name)}
+    return {"number": asked.number, "text": " · ".join(said), "code": code_of(asked, name)}
 
 
-def made(asked: Asked, side: str, vectors: Vectors, norms: Mapping[int, float]) -> str:
+def made(asked: Asked, side: str, norms: Mapping[int, float]) -> str:
     """Return in words with which values an answer of a side was made."""
-    return f"{steps_of(asked, vectors, norms) if side == 'steered' else 'not steered'} · {drawn(asked)}"
+    return f"{steps_of(asked, norms) if side == 'steered' else 'not steered'} · {drawn(asked)}"
 
 
-def steps_of(asked: Asked, vectors: Vectors, norms: Mapping[int, float]) -> str:
+def steps_of(asked: Asked, norms: Mapping[int, float]) -> str:
     """Return the operations in words, with layers and doses."""
-    steps = [_step(row, dose_per_scale(row, vectors, norms)) for row in asked.rows if row.acts]
+    steps = [_step(row, dose_per_scale(row, asked.vectors, norms)) for row in asked.rows if row.acts]
     return " + ".join(steps) or "not steered"
 
 

@@ -20,7 +20,7 @@ from chatspace_lab.steering.specs import (
     ProjectionCapSpec,
     SteeringSpec,
 )
-from chatspace_lab.steering.vectors import as_direction, as_index, as_number, as_vector
+from chatspace_lab.steering.vectors import as_direction, as_index, as_list, as_number, as_vector
 from chatspace_lab.steering.where import Where, as_where
 
 OPERATIONS = ("add", "cap", "ablate")
@@ -66,7 +66,9 @@ class Row:
     def __post_init__(self) -> None:
         if self.operation not in OPERATIONS:
             raise SteeringError(f"row {self.vector!r}: operation is one of {', '.join(OPERATIONS)}")
-        layers = tuple(sorted({as_index(layer, "a row's layer") for layer in self.layers}))
+        if not isinstance(self.muted, bool):
+            raise RequestError(f"row {self.vector!r}: muted is True or False, got {self.muted!r}")
+        layers = tuple(sorted({as_index(layer, "a row's layer") for layer in as_list(self.layers)}))
         object.__setattr__(self, "layers", layers)
         object.__setattr__(self, "scale", as_number(self.scale, f"row {self.vector!r}: scale"))
         for name in ("min", "max"):
@@ -74,7 +76,10 @@ class Row:
                 object.__setattr__(self, name, as_number(getattr(self, name), f"row {self.vector!r}: {name}"))
         if self.min is not None and self.max is not None and self.min > self.max:
             raise SteeringError(f"row {self.vector!r}: min {self.min:g} is greater than max {self.max:g}")
-        factors = {int(layer): float(factor) for layer, factor in self.factors.items()}
+        try:
+            factors = {int(layer): float(factor) for layer, factor in self.factors.items()}
+        except (AttributeError, TypeError, ValueError):
+            raise RequestError(f"row {self.vector!r}: factors is a dict of layer to number") from None
         object.__setattr__(self, "factors", {at: factor for at, factor in factors.items() if at in layers})
 
     def edited(self, patch: Mapping[str, Any]) -> Row:
@@ -90,7 +95,7 @@ class Row:
             raise RequestError(f"a row has no {', '.join(sorted(unknown))}")
         changed = dict(patch)
         if "layers" in changed:
-            changed["layers"] = tuple(changed["layers"])
+            changed["layers"] = tuple(as_list(changed["layers"]))
         if changed.get("operation", self.operation) != self.operation:
             changed = {"scale": 0.0, "min": None, "max": None, "factors": {}, **changed}
         return replace(self, **changed)
@@ -134,7 +139,7 @@ def rows_from(plain: Sequence[Mapping[str, Any]]) -> list[Row]:
         free = next(name for name in map("r{}".format, itertools.count(1)) if name not in taken)
         name = str(given.get("id", free))
         taken.add(name)
-        rows.append(Row(**{**given, "id": name, "layers": tuple(given.get("layers", ()))}))
+        rows.append(Row(**{**given, "id": name}))
     return rows
 
 

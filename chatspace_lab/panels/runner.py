@@ -16,7 +16,7 @@ from chatspace_lab.engine.together import together
 from chatspace_lab.panels.answers import Answer, for_layers
 from chatspace_lab.panels.asked import SIDES, Asked
 from chatspace_lab.panels.rows import Vectors
-from chatspace_lab.panels.vectors import usable
+from chatspace_lab.panels.vectors import frozen, same, usable
 from chatspace_lab.readings import Readings
 from chatspace_lab.session.aio import AsyncLab
 from chatspace_lab.steering.specs import SteeringSpec
@@ -176,7 +176,7 @@ class Runner:
         try:
             asked = self._ask(number)
             key = asked.baseline_key()
-            sides = ("steered",) if key == self._baseline else SIDES
+            sides = ("steered",) if key == self._baseline and self._reads_the_same(asked) else SIDES
             self._set("running", asked=asked, sides=sides)
             if "baseline" in sides:
                 self._baseline = None
@@ -198,6 +198,12 @@ class Runner:
             self._baseline = key
             self._set("done", seconds=time.perf_counter() - begun)
 
+    def _reads_the_same(self, asked: Asked) -> bool:
+        """Whether the baseline was read along the vectors that now have their names."""
+        baseline = self.answers.get("baseline")
+        read = {} if baseline is None else baseline.vectors
+        return all(name in asked.vectors and same(vector, asked.vectors[name]) for name, vector in read.items())
+
     async def _generate(self, asked: Asked, sides: tuple[str, ...]) -> None:
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
@@ -215,7 +221,7 @@ class Runner:
 
     def _answer(self, asked: Asked, side: str) -> Answer:
         model = self._lab.model
-        vectors = usable(self._vectors(), model.hidden_size)  # others may be added or kept, but nothing read along them
+        vectors = usable(asked.vectors, model.hidden_size)  # others may be added or kept, but nothing read along them
         chosen = {name: vectors[name] for name in list(vectors)[-MAX_DIRECTIONS:]}
         chosen |= {row.vector: vectors[row.vector] for row in asked.rows if row.vector in vectors}
         messages, sampling = asked.messages(side), asked.sampling.plain()
@@ -269,7 +275,7 @@ class Runner:
 
     async def read_again(self, name: str) -> None:
         """Read the answers that are shown along a direction that was not read while they came."""
-        vectors = self._vectors()
+        vectors = frozen(self._vectors(), self._lab.model.hidden_size)
         for side, answer in list(self.answers.items()):
             if answer.handle.state != "ready" or name not in vectors:
                 continue

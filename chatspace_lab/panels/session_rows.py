@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from chatspace_lab.errors import RequestError
 from chatspace_lab.panels.rows import Row, free_id, rows_of, spec_of
-from chatspace_lab.panels.vectors import layers_with, snapshot, usable, variables
+from chatspace_lab.panels.vectors import frozen, layers_with, same, snapshot, usable, variables
 from chatspace_lab.steering.program import check_layer
 from chatspace_lab.steering.specs import SteeringSpec
 from chatspace_lab.steering.vectors import as_list
@@ -48,6 +48,7 @@ class SessionRows:
         self._lab, self._changed, self._spawn, self._guarded = lab, changed, spawn, guarded
         self.rows: tuple[Row, ...] = ()
         self.where = Where()
+        self._taken: dict[str, Any] = {}  # the rows' vectors as the steering has them
         self._wanted: SteeringSpec | None = None
         self._sent: SteeringSpec | None = None
         self._applying: asyncio.Task[None] | None = None
@@ -60,7 +61,9 @@ class SessionRows:
             listeners.remove(self._heard)
 
     def spec(self) -> SteeringSpec:
-        """Return the steering that the rows stand for."""
+        """Return the steering that the rows stand for; with other vectors under their names, the session has it too."""
+        if not self._up_to_date():
+            self._put(self.check(self.rows, self.where))
         return spec_of(self.rows, self._lab.vectors, self.where)
 
     def offered(self) -> list[dict[str, Any]]:
@@ -116,10 +119,9 @@ class SessionRows:
         """
         new = self.rows if rows is None else tuple(rows)
         chosen = self.where if where is None else as_where(where)
-        self._wanted = self.check(new, chosen)
+        spec = self.check(new, chosen)
         self.rows, self.where = new, chosen
-        if self._applying is None or self._applying.done():
-            self._applying = self._spawn(self._apply())
+        self._put(spec)
         self._changed(True)
 
     def check(self, rows: Sequence[Row], where: Where | str) -> SteeringSpec:
@@ -137,6 +139,17 @@ class SessionRows:
             for layer in row.layers:
                 check_layer(layer, self._lab.layer_count)
         return spec_of(rows, self._lab.vectors, where)
+
+    def _up_to_date(self) -> bool:
+        """Whether the steering has the vectors that the rows' names now stand for."""
+        now = self._lab.vectors
+        return all(name in now and same(taken, now[name]) for name, taken in self._taken.items())
+
+    def _take(self) -> None:
+        """Note the vectors of the rows."""
+        used = {row.vector for row in self.rows}
+        mine = {name: vector for name, vector in dict(self._lab.vectors).items() if name in used}
+        self._taken = frozen(mine, self._lab.hidden_size)
 
     def _index(self, name: str) -> int:
         for at, row in enumerate(self.rows):
@@ -159,6 +172,12 @@ class SessionRows:
         """Wait until the session's steering is what the rows say."""
         if self._applying is not None:
             await asyncio.wait([self._applying])
+
+    def _put(self, spec: SteeringSpec) -> None:
+        self._take()
+        self._wanted = spec
+        if self._applying is None or self._applying.done():
+            self._applying = self._spawn(self._apply())
 
     async def _apply(self) -> None:
         """Set the session's steering, newest wish only, as soon as it may be changed."""
@@ -184,6 +203,8 @@ class SessionRows:
         rows, new = rows_of(spec, self.rows, self._lab.vectors)
         self._lab.vectors.update(new)
         where = as_where(spec.where) if spec else self.where
-        if (tuple(rows), where) != (self.rows, self.where):
-            self.rows, self.where = tuple(rows), where
+        changed = (tuple(rows), where) != (self.rows, self.where) or not self._up_to_date()
+        self.rows, self.where = tuple(rows), where
+        self._take()
+        if changed:
             self._changed(False)

@@ -21,7 +21,7 @@ from chatspace_lab.panels.rows import plain_where, rows_from, where_from, where_
 from chatspace_lab.panels.runner import REST_S, Runner
 from chatspace_lab.panels.session_rows import SessionRows
 from chatspace_lab.panels.talk import Talk
-from chatspace_lab.panels.vectors import contrast, lines, name_in_notebook, snapshot, variables
+from chatspace_lab.panels.vectors import contrast, frozen, lines, name_in_notebook, snapshot, variables
 
 if TYPE_CHECKING:
     from chatspace_lab.session.lab import LabSession
@@ -188,7 +188,8 @@ class SteeringPanel(Panel):
             raise RequestError(f"a panel's state has no {', '.join(sorted(unknown))}, only {', '.join(self.state)}")
         sampling = self._talk.sampling.edited(dict(new.get("sampling", {})))
         turns = None if "turns" not in new else turns_from(new["turns"])
-        check_view(new.get("view", {}), self._lab.layer_count)
+        names = {self.view["direction"], *self._lab.vectors, *variables(self._lab.hidden_size)}
+        check_view(new.get("view", {}), self._lab.layer_count, names)
 
         def put() -> None:
             rows = self._book.rows if "rows" not in new else rows_from(new["rows"])
@@ -294,7 +295,7 @@ class SteeringPanel(Panel):
     # -- the conversation --------------------------------------------------------------------------------------------
 
     def _say(self, text: str) -> None:
-        self._talk.say(text, self._runner.answers, self._lab.vectors, self._norms)
+        self._talk.say(text, self._runner.answers, self._norms)
         self.draft = ""
         self._draw()
         self._changed(rest_s=0.0)
@@ -336,7 +337,8 @@ class SteeringPanel(Panel):
         looked_at = {int(layer) for layer in self.view.get("layers", ())}
         layers = layers_to_read(lab.layer_count, sorted(steered | looked_at))
         talk = self._talk
-        return Asked(number, book.rows, book.spec(), book.where, talk.open(), talk.system, talk.sampling, layers)
+        spec, vectors = book.spec(), frozen(lab.vectors, lab.hidden_size)
+        return Asked(number, book.rows, spec, book.where, talk.open(), talk.system, talk.sampling, layers, vectors)
 
     def _tell(self, status: str, **facts: Any) -> None:
         run = {**self.run, "number": self._runner.number, "status": status}

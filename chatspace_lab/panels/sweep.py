@@ -204,7 +204,7 @@ class SweepPanel(Panel):
         found = {**variables(lab.hidden_size), **lab.vectors}
         if name not in found:
             raise RequestError(f"there is no vector {name!r} among the notebook's variables and lab.vectors")
-        vector = lab.vectors[name] = snapshot(found[name], lab.hidden_size, name)
+        vector = snapshot(found[name], lab.hidden_size, name)
         messages = [{"role": "user", "content": plan["prompt"]}]
         sampling = {key: plan[key] for key in ("max_tokens", "seed", "temperature")}
         await lab.aio.measure(messages)

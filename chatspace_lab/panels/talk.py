@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from chatspace_lab.errors import RequestError
 from chatspace_lab.panels.asked import Sampling, Turn, conversation
 from chatspace_lab.panels.receipt import made
-from chatspace_lab.panels.rows import Vectors
 
 if TYPE_CHECKING:
     from chatspace_lab.panels.answers import Answer
@@ -46,7 +45,7 @@ class Talk:
         """Return the turns as a run is asked with them: the last is to be answered."""
         return (*self.turns[:-1], self.turns[-1].open())
 
-    def say(self, text: str, answers: Mapping[str, Answer], vectors: Vectors, norms: Mapping[int, float]) -> None:
+    def say(self, text: str, answers: Mapping[str, Answer], norms: Mapping[int, float]) -> None:
         """Go on with a message; the last turn keeps the answers, each with a word on the values that it was made with.
 
         Raises
@@ -63,7 +62,7 @@ class Talk:
                 if answer.asked.messages(side) == conversation(self.system, self.turns, side)
             }
             notes = {
-                side: made(answer.asked, side, vectors, norms) + ("" if answer.finish else " · stopped before its end")
+                side: made(answer.asked, side, norms) + ("" if answer.finish else " · stopped before its end")
                 for side, answer in mine.items()
             }
             texts = {side: answer.text for side, answer in mine.items()}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from chatspace_lab.errors import AnalysisError, LabError, RequestError
+from chatspace_lab.errors import AnalysisError, RequestError
 from chatspace_lab.steering.directions import at_layer, is_per_layer
 from chatspace_lab.steering.vectors import as_vector
 from chatspace_lab.steering.where import Where
@@ -62,6 +62,12 @@ def usable(named: Mapping[str, Any], hidden_size: int) -> dict[str, Any]:
     return {name: value for name, value in named.items() if _is_vector(value, hidden_size)}
 
 
+def frozen(named: Mapping[str, Any], hidden_size: int) -> dict[str, Any]:
+    """Return named things such that later edits do not change those that are vectors of this size."""
+    now = dict(named)  # a cell may add to it meanwhile
+    return {**now, **{name: snapshot(value, hidden_size, name) for name, value in usable(now, hidden_size).items()}}
+
+
 def _is_vector(value: Any, hidden_size: int) -> bool:
     try:
         if isinstance(value, torch.Tensor | np.ndarray):
@@ -82,26 +88,26 @@ def name_in_notebook(value: Any) -> str | None:
     return next((name for name, each in _namespace().items() if each is value and not name.startswith("_")), None)
 
 
+def same(left: Any, right: Any) -> bool:
+    """Whether two vectors, or vectors per layer, have the same numbers."""
+    if left is right:
+        return True
+    try:
+        layers = layers_with(left)
+        return layers == layers_with(right) and all(
+            torch.equal(as_vector(at_layer(left, at, "left"), "left"), as_vector(at_layer(right, at, "right"), "right"))
+            for at in layers or [0]
+        )
+    except Exception:  # noqa: BLE001 - some other thing, which may raise whatever it likes when it is looked at
+        return False
+
+
 def expression_of(name: str, vectors: Mapping[str, Any], lab: str) -> str:
     """Return an expression for a vector: the variable that still holds it, else the session's copy."""
     value = _namespace().get(name)
-    if name.isidentifier() and value is not None and _same(value, vectors[name]):
+    if name.isidentifier() and value is not None and same(value, vectors[name]):
         return name
     return f"{lab}.vectors[{name!r}]"
-
-
-def _same(left: Any, right: Any) -> bool:
-    if left is right:
-        return True
-    if layers_with(left) != layers_with(right):
-        return False
-    try:
-        return all(
-            torch.equal(as_vector(at_layer(left, at, "left"), "left"), as_vector(at_layer(right, at, "right"), "right"))
-            for at in layers_with(left) or [0]
-        )
-    except LabError:
-        return False
 
 
 def _is_direction(value: Any) -> bool:

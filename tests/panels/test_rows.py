@@ -92,11 +92,21 @@ def test_scales_of_both_signs_are_two_rows() -> None:
         ({"min": 3.0, "max": 1.0}, "min 3 is greater than max 1"),
         ({"operation": "multiply"}, "operation is one of add, cap, ablate"),
         ({"layers": ["x"]}, "a row's layer is a whole number"),
+        ({"layers": None}, "a row's layer is a whole number"),
+        ({"muted": "no"}, "muted is True or False"),
     ],
 )
 def test_an_edit_that_cannot_be_used_is_named(patch: dict[str, object], said: str) -> None:
     with pytest.raises((RequestError, SteeringError), match=said):
         Row("r1", "u").edited(patch)
+
+
+def test_rows_are_read_with_one_layer_or_several() -> None:
+    assert [row.layers for row in rows_from([{"vector": "u", "layers": 3}, {"vector": "u", "layers": [5, 4]}])] == [
+        (3,), (4, 5),
+    ]  # fmt: skip
+    with pytest.raises(RequestError, match="factors is a dict of layer to number"):
+        rows_from([{"vector": "u", "layers": 3, "factors": {"x": 1}}])
 
 
 def test_a_layer_without_a_vector_and_an_unknown_vector_are_named() -> None:
@@ -137,7 +147,7 @@ def test_code_runs_and_builds_the_same_spec() -> None:
     for where in ("all", "prompt", Where.messages(0, -1), Where.span(2, 9).without_special_tokens()):
         rows = tuple(ROWS)
         spec = spec_of(rows, VECTORS, where)
-        asked = Asked(1, rows, spec, as_where(where), (Turn('say "hi"\n'),), None, Sampling(), (0,))
+        asked = Asked(1, rows, spec, as_where(where), (Turn('say "hi"\n'),), None, Sampling(), (0,), VECTORS)
 
         class Lab:
             vectors = VECTORS
@@ -146,7 +156,7 @@ def test_code_runs_and_builds_the_same_spec() -> None:
                 return [(messages, options)]
 
         names: dict[str, object] = {"lab": Lab()}
-        exec(code_of(asked, VECTORS, "lab"), names)
+        exec(code_of(asked, "lab"), names)
         assert names["spec"] == spec
         assert names["answer"] == (
             [{"role": "user", "content": 'say "hi"\n'}],

@@ -90,6 +90,8 @@ def test_any_choice_of_positions_comes_back(lab: LabSession, v: torch.Tensor, tm
         ({"rows": ["v"]}, "rows is a list of dicts"),
         ({"system": 5}, "system is a text or None"),
         ({"view": {"pinned": 5}}, "pinned is None, or a dict"),
+        ({"view": {"direction": "nowhere"}}, "there is no vector 'nowhere'"),
+        ({"view": 5}, "view is a dict"),
         ({"where": {"part": "prompt"}}, "where: a dict with part, indices"),
     ],
 )
@@ -99,6 +101,80 @@ def test_a_state_that_cannot_be_used_changes_nothing(lab: LabSession, bad: dict[
     with pytest.raises(RequestError, match=said):
         panel.state = {"sampling": {"seed": 9}, **bad}
     assert panel.state == before
+    panel.close()
+
+
+def test_an_answer_is_told_as_it_was_made_though_its_vector_goes(lab: LabSession, v: torch.Tensor) -> None:
+    lab.vectors["v"] = v
+    panel = lab.panel(max_tokens=40)
+    panel.add("v", layers=8, scale=0.5)
+    panel.ask("Write a very long story.")
+    wait_until(lambda: bool(panel.steered.get("ids")), what="some tokens came")
+    del lab.vectors["v"]
+    panel.wait(60)
+    assert panel.run["status"] == "done"
+    assert panel.run["receipt"]["text"].startswith(f"add 0.5·v @ 8 · dose {0.5 * v.norm().item() / lab.norms[8]:.3g} ·")
+    panel.ask("Name a river.")
+    with pytest.raises(RequestError, match="there is no vector 'v', only none"):
+        panel.wait(60)
+    panel.close()
+
+
+def test_another_vector_under_the_same_name_is_the_sessions_too(lab: LabSession, v: torch.Tensor) -> None:
+    lab.vectors["v"] = v.clone()
+    panel = lab.panel(max_tokens=6)
+    panel.add("v", layers=8, scale=0.5)
+    panel.ask("Name a river.")
+    panel.wait(60)
+    before = panel.baseline["number"]
+    panel._received(None, {"kind": "edit", "row": "r1", "patch": {"scale": 0.6}}, [])
+    wait_until(lambda: panel.rows[0]["scale"] == 0.6)
+    panel.wait(60)
+    assert panel.baseline["number"] == before  # only the scale has moved
+    lab.vectors["v"] += 2.0  # in place
+    panel._received(None, {"kind": "edit", "row": "r1", "patch": {"scale": 0.5}}, [])
+    wait_until(lambda: panel.rows[0]["scale"] == 0.5)
+    panel.wait(60)
+    for answered in panel._runner.answers.values():  # both sides are read along the new one
+        [readings] = lab.read_captures([answered.handle], {"new": v + 2.0}, layers=[8])
+        np.testing.assert_allclose(answered.projections("v", [8])[0], readings.projection("new")[0, 1:], rtol=1e-4)
+    lab.vectors["v"] = -v
+    panel.regenerate()  # nothing of the rows has changed, and yet
+    panel.wait(60)
+    [(layer, operation)] = list(lab.export_steering_spec())
+    assert (layer, operation) == (8, AddSpec(-v, 0.5))
+    assert panel.steered["text"] == str(lab.chat(RIVERS, temperature=0.0, seed=8, max_tokens=6)[0])
+    panel.close()
+    lab.vectors.clear()
+
+
+def test_a_sweep_takes_a_variable_as_it_is_now(
+    lab: LabSession, v: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    namespace = {"mine": v}
+    monkeypatch.setattr("chatspace_lab.panels.vectors._namespace", lambda: dict(namespace))
+    sweep = lab.sweep_panel("Name a river.", vector="mine", layers=8, doses=0.5, max_tokens=2)
+    scales = []
+    for vector in (v, -2 * v):
+        namespace["mine"] = vector
+        sweep.start()
+        sweep.wait(60)
+        scales.append(sweep.frame["scale"].item())
+    assert scales[0] == pytest.approx(2 * scales[1])
+    sweep.close()
+
+
+def test_an_answer_that_is_too_long_for_the_page_keeps_its_beginning(
+    lab: LabSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    panel = lab.panel(max_tokens=8)
+    panel.ask("Name a river.")
+    panel.wait(60)
+    monkeypatch.setattr("chatspace_lab.panels.answers.tokens_that_fit", lambda *_: 4)
+    shown = panel._runner.answers["steered"].payload(None, panel._pieces)
+    assert shown["first"] > shown["prompt"]
+    assert shown["head"]
+    assert shown["head"] + "".join(shown["texts"]) == shown["text"] == panel.steered["text"]
     panel.close()
 
 
