@@ -101,12 +101,16 @@ class Answer:
         return readings.projection(name)[rows][:, readings.positions > 0]
 
     def payload(self, direction: str | None, pieces: Pieces) -> dict[str, Any]:
-        """Return what the page shows. Values cover positions from ``first`` on; the newest token has none yet."""
+        """Return what the page shows. Values cover positions from ``first`` on; the newest token has none yet.
+
+        Of an answer that began before ``first`` the beginning is ``head``, a text.
+        """
         ids = [*self._prompt, *self.token_ids]
         readings = self.readings
         count = len(readings) if readings is not None else 0
         characters = sum(len(message["content"]) for message in self._messages)
         first = count - tokens_that_fit(len(self.asked.layers), count, characters)
+        written = pieces.of(self.token_ids, special=False)
         shown: dict[str, Any] = {
             "number": self.asked.number,
             "rows": [row.plain() for row in self.asked.rows],
@@ -116,7 +120,8 @@ class Answer:
             "prompt": len(self._prompt),
             "first": first,
             "ids": ids[first:],
-            "texts": [*pieces.of(self._prompt), *pieces.of(self.token_ids, special=False)][first:],
+            "texts": [*pieces.of(self._prompt), *written][first:],
+            "head": "".join(written[: max(first - len(self._prompt), 0)]),
             "bands": self._bands(len(ids)),
             "layers": list(self.asked.layers),
             "direction": direction if readings is not None and direction in readings.directions else None,

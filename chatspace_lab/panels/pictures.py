@@ -19,7 +19,7 @@ import numpy as np
 from chatspace_lab.panels.buffers import short, unpack
 
 BLUE, RED, GREY = (37, 99, 235), (220, 38, 38), "#888888"
-LINES = ("#2563eb", "#c2410c", "#15803d", "#7e22ce", "#be185d", "#0e7490")
+LINES = ("#2563eb", "#c2410c", "#15803d", "#9333ea", "#db2777", "#0e7490")
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 880, 210, 52, 8, 16, 26
 SHADES = 31
 """Strengths of a colour that a heatmap tells apart, on each side of zero."""

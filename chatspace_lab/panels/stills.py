@@ -123,7 +123,7 @@ def _side(side: str, shown: Mapping[str, Any], numbers: Numbers | None, layer: i
     note = (
         "" if answer["number"] == run["number"] or side == "baseline" else "an answer to other values than the panel's"
     )
-    parts.append(_message("assistant", tokens(start, len(answer["texts"])), note))
+    parts.append(_message("assistant", html.escape(answer["head"]) + tokens(start, len(answer["texts"])), note))
     return "".join(parts)
 
 

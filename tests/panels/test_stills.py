@@ -62,6 +62,7 @@ def answer(number: int = 3) -> dict[str, Any]:
         ],
         "prompt": 2,
         "first": 0,
+        "head": "",
         "layers": [4, 7],
         "norm": pack(np.full((2, 4), 8.0)),
         "projection": pack(values),
@@ -91,6 +92,12 @@ def test_texts_are_as_typed_and_tinted_as_in_the_page() -> None:
         assert tint(value, 4.0) == colour
         assert html.count(f"background-color:{colour}") == 2
     assert tint(0.0, 4.0) is tint(float("nan"), 4.0) is tint(1.0, 0.0) is None
+
+
+def test_the_beginning_of_an_answer_that_is_too_long_to_tint_is_text() -> None:
+    long = {**answer(), "texts": ["swer"], "first": 3, "head": " <an", "bands": [], "norm": None, "projection": None}
+    found = Texts(stills.steering("cl-of-1", panel(steered=long)))
+    assert [text.removeprefix("\n") for text in found.texts] == [ODD, " answer", ODD, " <answer", "add 1·<v>"]
 
 
 def test_a_failed_run_shows_its_error_and_no_other_answer() -> None:

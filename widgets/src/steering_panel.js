@@ -3,7 +3,7 @@
 import { chatPane } from "./lib/chat.js";
 import { assign, fill, h, numberField, setNumber, write } from "./lib/dom.js";
 import { layerStrip } from "./lib/layers.js";
-import { firstDifference, generated, largest, numbersOf, projectionsAt } from "./lib/numbers.js";
+import { largest, numbersOf, parting, projectionsAt } from "./lib/numbers.js";
 import { followOutputs } from "./lib/outputs.js";
 import { colourLegend, drawPlot } from "./lib/plots.js";
 import { rowView } from "./lib/row.js";
@@ -208,14 +208,9 @@ function render({ model, el }) {
     sides[side] = { answer: found, numbers: numbersOf(found) };
   }
 
-  function parting() {
-    const { baseline, steered } = sides;
-    if (!baseline.answer || !steered.answer) return null;
-    return firstDifference(generated(baseline.answer), generated(steered.answer));
-  }
-
   function drawTexts() {
-    const parts = parting();
+    const { baseline, steered } = sides;
+    const parts = baseline.answer && steered.answer ? parting(baseline.answer, steered.answer) : null;
     for (const side of /** @type {const} */ (["baseline", "steered"])) panes[side].text(sides[side].answer, parts, model.get("turns"));
   }
 

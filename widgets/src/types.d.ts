@@ -55,6 +55,8 @@ export interface Answer {
   first: number;
   ids: number[];
   texts: string[];
+  /** The answer's text before `first`, if it began there. */
+  head: string;
   bands: Band[];
   layers: number[];
   direction: string | null;

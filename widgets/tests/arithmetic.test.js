@@ -2,7 +2,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 import { pixel, strength, tint } from "../src/lib/colours.js";
-import { bandMean, cosines, firstDifference, fromHalf, generated, largest, madeWith, notAnswered, numbersOf, perMessage, unpack } from "../src/lib/numbers.js";
+import { bandMean, cosines, fromHalf, largest, madeWith, notAnswered, numbersOf, parting, perMessage, unpack } from "../src/lib/numbers.js";
 import { fraction, keyMove, levelOf, ranges, short, ticks, valueAt, withRange } from "../src/lib/scales.js";
 import { cellAt, dosesFrom, mostEffect } from "../src/lib/sweeps.js";
 
@@ -19,7 +19,7 @@ const MINUS_ONE = 0xbc00;
 
 /** @param {Partial<import("../src/types").Answer>} fields @returns {import("../src/types").Answer} */
 function answer(fields) {
-  return { number: 1, messages: [], text: "", finish: null, prompt: 2, first: 0, ids: [5, 6, 7, 8], texts: [], bands: [], layers: [3, 9], direction: "d", norm: packed([[TWO, TWO, ONE], [ONE, ONE, ONE]], 4), projection: packed([[ONE, MINUS_ONE, ONE], [ONE, ONE, 0]], 2), ...fields };
+  return { number: 1, messages: [], text: "", finish: null, prompt: 2, first: 0, ids: [5, 6, 7, 8], texts: [], head: "", bands: [], layers: [3, 9], direction: "d", norm: packed([[TWO, TWO, ONE], [ONE, ONE, ONE]], 4), projection: packed([[ONE, MINUS_ONE, ONE], [ONE, ONE, 0]], 2), ...fields };
 }
 
 test("a value's place on a slider and back", () => {
@@ -73,11 +73,13 @@ test("half precision is read as IEEE 754 says", () => {
 });
 
 test("answers part at their first different token", () => {
-  assert.equal(firstDifference([1, 2, 3], [1, 9, 3]), 1);
-  assert.equal(firstDifference([1, 2], [1, 2, 3]), null);
-  assert.deepEqual(generated(answer({})), [7, 8]);
-  assert.deepEqual(generated(answer({ first: 1, ids: [6, 7, 8] })), [7, 8]);
-  assert.deepEqual(generated(answer({ first: 3, ids: [8] })), [8]);
+  assert.equal(parting(answer({}), answer({ ids: [5, 6, 7, 9] })), 1);
+  assert.equal(parting(answer({}), answer({ ids: [5, 6, 7] })), null);
+  assert.equal(parting(answer({}), answer({ prompt: 1, ids: [5, 7, 9] })), 1, "prompts may differ");
+  assert.equal(parting(answer({}), answer({ first: 1, ids: [6, 7, 9] })), 1);
+  const late = answer({ first: 3, ids: [8, 4], head: "seven" });
+  assert.equal(parting(late, { ...late, ids: [8, 5] }), 2, "counted from the answer's beginning, which is a text");
+  assert.equal(parting(late, { ...late, ids: [8, 5], head: "other" }), null, "where they part is not shown any more");
 });
 
 test("the largest value leaves out position 0", () => {

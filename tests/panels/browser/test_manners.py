@@ -51,9 +51,34 @@ def luminance(panel: Panel, what: str) -> float:
     return statistics.mean(channels)
 
 
+CONTRASTS = """root => {
+    const over = (top, below) => top.slice(0, 3).map((each, at) => each * top[3] + below[at] * (1 - top[3]));
+    const linear = each => each <= 0.04045 ? each / 12.92 : ((each + 0.055) / 1.055) ** 2.4;
+    const light = rgb => rgb.map(each => linear(each / 255))
+        .reduce((sum, each, at) => sum + each * [0.2126, 0.7152, 0.0722][at], 0);
+    const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+    const rgba = colour => { canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1);
+        const found = [...canvas.getImageData(0, 0, 1, 1).data]; return [...found.slice(0, 3), found[3] / 255]; };
+    const ground = rgba(getComputedStyle(root).backgroundColor).slice(0, 3);
+    const status = root.querySelector(".cl-status"), error = root.querySelector(".cl-error");
+    const before = status.dataset.status;
+    const found = {};
+    const measure = (name, element) => { const style = getComputedStyle(element);
+        const behind = over(rgba(style.backgroundColor), ground), text = over(rgba(style.color), behind);
+        const [high, low] = [light(text), light(behind)].sort((left, right) => right - left);
+        found[name] = (high + 0.05) / (low + 0.05); };
+    for (const each of ["running", "waiting", "failed"]) { status.dataset.status = each; measure(each, status); }
+    status.dataset.status = before;
+    measure("error", error);
+    measure("note", root.querySelector(".cl-note"));
+    return found;
+}"""
+
+
 def test_light_and_dark(panel: Panel) -> None:
     panel.ask()
     panel.settled()
+    contrasts = {"light": panel.root.evaluate(CONTRASTS)}
     assert luminance(panel, "backgroundColor") - luminance(panel, "color") > 120
     command(panel.page, "apputils:change-theme", theme="JupyterLab Dark")
     expect(panel.page.locator("body")).to_have_attribute("data-jp-theme-light", "false")
@@ -61,9 +86,12 @@ def test_light_and_dark(panel: Panel) -> None:
         "() => getComputedStyle(document.querySelector('.cl-panel')).color.match(/\\d+/)[0] > 150", polling=50
     )
     assert luminance(panel, "color") - luminance(panel, "backgroundColor") > 120
+    contrasts["dark"] = panel.root.evaluate(CONTRASTS)
     picture(panel, "dark")
     command(panel.page, "apputils:change-theme", theme="JupyterLab Light")
     expect(panel.page.locator("body")).to_have_attribute("data-jp-theme-light", "true")
+    weak = {(theme, what) for theme, found in contrasts.items() for what, ratio in found.items() if ratio < 4.5}
+    assert not weak, contrasts
 
 
 OUTSIDE = """root => {
@@ -85,6 +113,9 @@ OVERLAPS = """root => [...root.querySelectorAll(".cl-row")].flatMap(row => {
 def test_nothing_is_cut_off_at_900_px(panel: Panel) -> None:
     panel.kernel.run("lab.cap(20, other, -1.0, 1.0); lab.ablate(21, other)")
     expect(panel.root.locator(".cl-row")).to_have_count(3)
+    name = "a_name_of_many_words_" * 8
+    panel.kernel.run(f"panel.add({name!r}, other, layers=3); panel.state = {{'view': {{'direction': {name!r}}}}}")
+    expect(panel.row(name)).to_be_visible()
     panel.ask()
     panel.settled()
     panel.root.evaluate("root => { root.style.width = '900px'; }")

@@ -56,6 +56,8 @@ def test_bars_are_the_means_of_the_captures(panel: Panel) -> None:
         expect(panel.root.get_by_role("img", name=title, exact=True)).to_be_visible()
         bar = panel.root.locator("rect[data-side=baseline][data-layer='15']").last
         assert float(bar.get_attribute("data-value") or "nan") == pytest.approx(panel.value(name), rel=2e-3, abs=2e-4)
+        # a click that the kernel heard of later would undo what the next test sets
+        panel.kernel.run(f"import time\nwhile panel.view['plot'] != {name!r}: time.sleep(0.02)", timeout_s=30)
 
 
 def test_another_direction_or_layer_tints_anew_without_a_forward_pass(panel: Panel) -> None:

@@ -88,7 +88,7 @@ export function chatPane(side, calls) {
         rows.push(h("div", { class: "cl-message", "data-role": message.role }, h("span", { class: "cl-role" }, message.role), h("div", { class: "cl-text" }, ...content), made && h("div", { class: "cl-note cl-made" }, made)));
       }
     });
-    answerBody = h("div", { class: "cl-text cl-answer", "data-side": side });
+    answerBody = h("div", { class: "cl-text cl-answer", "data-side": side }, answer.head);
     rows.push(h("div", { class: "cl-message", "data-role": "assistant" }, h("span", { class: "cl-role" }, "assistant"), answerBody));
     fill(body, ...rows);
     shownTokens = 0;

@@ -4,7 +4,7 @@ const BLUE = "37, 99, 235";
 const RED = "220, 38, 38";
 
 /** Colours of the steered lines, one per layer. */
-export const LINES = ["#2563eb", "#c2410c", "#15803d", "#7e22ce", "#be185d", "#0e7490"];
+export const LINES = ["#2563eb", "#c2410c", "#15803d", "#9333ea", "#db2777", "#0e7490"];
 export const GREY = "#888888";
 
 /** How strong a value's colour is, from 0 to 1. @param {number} value @param {number} most */

@@ -44,16 +44,13 @@ export function numbersOf(answer) {
   };
 }
 
-/** The index of the first token where two answers part; null if one is a beginning of the other. @param {number[]} left @param {number[]} right @returns {number | null} */
-export function firstDifference(left, right) {
-  const length = Math.min(left.length, right.length);
-  for (let at = 0; at < length; at += 1) if (left[at] !== right[at]) return at;
-  return null;
-}
-
-/** The tokens of an answer, without its prompt. @param {Answer} answer */
-export function generated(answer) {
-  return answer.ids.slice(Math.max(answer.prompt - answer.first, 0));
+/** The index in two answers of the first token where they part; null if one is a beginning of the other, or it is no longer shown. @param {Answer} left @param {Answer} right @returns {number | null} */
+export function parting(left, right) {
+  if (!left.head.startsWith(right.head) && !right.head.startsWith(left.head)) return null;
+  const [one, other] = [left, right].map((answer) => (/** @type {number} */ at) => answer.ids[answer.prompt - answer.first + at]);
+  let at = Math.max(left.first - left.prompt, right.first - right.prompt, 0);
+  while (one(at) !== undefined && one(at) === other(at)) at += 1;
+  return one(at) === undefined || other(at) === undefined ? null : at;
 }
 
 /** Projections of each token at a layer, by position − first; null if none were read. @param {Numbers | null} numbers @param {number} layer */
