@@ -73,7 +73,7 @@ class Figure(NamedTuple):
         met = "" if self.target is None else ("  missed" if self.missed else "  met")
         aim = "" if self.target is None else f"  (at most {self.target:.2f}){met}"
         return (
-            f"{self.shape:11} {self.what:60} batch {self.batch:4}  {self.base_ms:9.3f} -> {self.ours_ms:9.3f} ms  "
+            f"{self.shape:11} {self.what:66} batch {self.batch:4}  {self.base_ms:9.3f} -> {self.ours_ms:9.3f} ms  "
             f"ratio {self.ratio:6.3f} [{self.low:.3f} to {self.high:.3f}]{aim}"
         )
 

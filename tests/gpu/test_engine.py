@@ -247,9 +247,8 @@ def test_prefix_cache_never_mixes(model: VLLMSteerModel, hf: Any, precision: str
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("attention", ["float32", EXACT])
 @pytest.mark.parametrize("path", ["chunked", "preempted", "v1", "eager"])
-def test_other_scheduler_paths(path: str, attention: str, hf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_scheduler_paths(path: str, hf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {}
     if path == "chunked":
         options = {"max_num_batched_tokens": 32, "max_num_seqs": 16, "enable_chunked_prefill": True}
@@ -259,8 +258,7 @@ def test_other_scheduler_paths(path: str, attention: str, hf: Any, monkeypatch: 
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     if path == "eager":
         options = {"enforce_eager": True}
-    model = start(attention, **options)
-    rounding = None if attention == EXACT else rounding_like(hf, "float32")
+    model, rounding = start("float32", **options), rounding_like(hf, "float32")
 
     async def main() -> None:
         if path == "v1":
@@ -277,8 +275,8 @@ def test_other_scheduler_paths(path: str, attention: str, hf: Any, monkeypatch: 
             layers = [0, 11, 29]
             got = torch.stack([handle.hidden(layer).cuda() for layer in layers])
             want = oracle(hf, handle.token_ids, used or None)[layers]
-            rounded = rounding and [oracle(rounding, handle.token_ids, used or None)[layers]]
-            check([got], [want], rounded, (path, used))
+            rounded = oracle(rounding, handle.token_ids, used or None)[layers]
+            check([got], [want], [rounded], (path, used))
 
         task = asyncio.create_task(model.generate(prompts, temperature=0.0, max_tokens=500, ignore_eos=True))
         await asyncio.sleep(0.3)
