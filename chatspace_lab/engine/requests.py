@@ -130,7 +130,7 @@ def spans_of(where: Where, prompt: Prompt, params: SamplingParams, tokenizer: An
     return resolve(
         where,
         prompt.token_ids,
-        limit=min(longest, max_model_len) - 1,  # the last token is sampled and never computed
+        limit=min(longest, max_model_len),
         special_ids=tokenizer.all_special_ids if tokenizer is not None else (),
         messages=prompt.chat.boundaries if prompt.chat else None,
     )

@@ -117,7 +117,7 @@ def resolve(
     token_ids
         The prompt.
     limit
-        Positions that are computed of prompt and answer together, at most.
+        Positions that prompt and answer may take together.
     special_ids
         The tokenizer's special tokens.
     messages

@@ -9,15 +9,8 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from chatspace_lab import Where, wire
-from chatspace_lab.engine.requests import (
-    OWN_ARGUMENTS,
-    Prompt,
-    check_capture_layers,
-    prompts_from,
-    sampling_from,
-    spans_of,
-)
+from chatspace_lab import wire
+from chatspace_lab.engine.requests import OWN_ARGUMENTS, check_capture_layers, prompts_from, sampling_from
 from chatspace_lab.errors import RequestError
 
 UNREADABLE: list[dict[str, Any]] = [
@@ -79,16 +72,6 @@ def test_token_ids_of_any_kind() -> None:
         (prompt,) = prompts_from(ids, None, 100)
         assert prompt.token_ids == [5, 6]
         assert all(type(token) is int for token in prompt.token_ids)
-
-
-def test_a_span_that_is_never_computed() -> None:
-    """The last token that can be generated is sampled only: steering or capturing it would do nothing, silently."""
-    four = Prompt([5, 6, 7, 8])
-    for max_tokens, longest in ((3, 100), (None, 7), (50, 7)):
-        params = SamplingParams(max_tokens=max_tokens)
-        assert spans_of(Where.span(5, 9), four, params, None, longest) == [5, 9]
-        with pytest.raises(RequestError, match="starts at 6, this request ends before 6"):
-            spans_of(Where.span(6, 9), four, params, None, longest)
 
 
 def test_text_that_no_tokenizer_takes() -> None:
