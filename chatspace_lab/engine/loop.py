@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import signal
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
@@ -121,6 +122,8 @@ class LoopThread:
     ) -> T:
         """Wait for ``coroutine`` from a thread. An interrupt cancels it, waits until it has ended, and goes on.
 
+        It is a ``KeyboardInterrupt``, or ``CancelledError`` in a coroutine, where it is the caller's end too.
+
         ``tick`` is called in the waiting thread, ten times a second: to show how far things are. ``patience_s`` is how
         long to wait for the end of what was interrupted.
 
@@ -134,10 +137,11 @@ class LoopThread:
             raise RuntimeError("a blocking call on the engine's own loop would wait for itself: await the async twin")
         task = self.spawn(coroutine)
         try:
-            while tick is not None and not task.finished.done():
-                concurrent.futures.wait([task.finished], timeout=TICK_S)
-                tick()
-            return task.finished.result(timeout_s)
+            with _interruptible():
+                while tick is not None and not task.finished.done():
+                    concurrent.futures.wait([task.finished], timeout=TICK_S)
+                    tick()
+                return task.finished.result(timeout_s)
         except BaseException:
             if not task.finished.done():
                 task.cancel()
@@ -202,6 +206,30 @@ def _awake(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
         yield
     finally:
         pulse.release()
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let the stop button reach a call that blocks a coroutine.
+
+    While a coroutine runs, ipykernel and ``asyncio.run`` answer the signal by cancelling its task, on the loop: a call
+    that blocks this loop would never hear of it.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    mine = threading.current_thread() is threading.main_thread() and asyncio._get_running_loop() is not None
+    if not mine or not callable(before) or before is signal.default_int_handler:
+        yield
+        return
+
+    def pressed(number: int, frame: Any) -> None:
+        before(number, frame)
+        raise asyncio.CancelledError
+
+    signal.signal(signal.SIGINT, pressed)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 async def _cancel_all() -> None:

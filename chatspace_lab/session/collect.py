@@ -150,7 +150,12 @@ class Collection:
             for at, row in kept
             if isinstance(row.values, Readings)
         ]
-        return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
+        return pd.concat(frames or [self._no_rows()], ignore_index=True)
+
+    def _no_rows(self) -> pd.DataFrame:
+        layers, names = tuple(self._layers), tuple(self._directions or ())
+        nothing, values = np.empty(0, dtype=np.int64), np.empty((len(layers), 0, 1 + len(names)), dtype=np.float32)
+        return readings_frame(Readings(nothing, nothing, layers, names, values), prompt_len=0)
 
 
 def asked(prompt: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import sys
 from collections.abc import Callable
@@ -12,6 +13,9 @@ from tqdm.auto import tqdm
 
 CURRENT: contextvars.ContextVar[Job | None] = contextvars.ContextVar("chatspace_lab_job", default=None)
 """The call that a request belongs to; tasks inherit it."""
+
+INTERRUPTS = (KeyboardInterrupt, asyncio.CancelledError)
+"""What a blocking call ends with when the stop button is pressed: the latter in a coroutine."""
 
 DELAY_S = 1.0
 """A bar is shown for work that takes longer."""

@@ -21,7 +21,7 @@ from chatspace_lab.quiet import quieten
 from chatspace_lab.session.aio import AsyncLab
 from chatspace_lab.session.card import card
 from chatspace_lab.session.history import History, Run, describe
-from chatspace_lab.session.job import CURRENT, Bar, Job
+from chatspace_lab.session.job import CURRENT, INTERRUPTS, Bar, Job
 from chatspace_lab.session.start import StartDisplay, find_model
 from chatspace_lab.session.stream import LabStream
 from chatspace_lab.steering.specs import SteeringSpec
@@ -213,7 +213,7 @@ class LabSession:
         try:
             with Bar(job) as bar:
                 return self._loop.call(make(), tick=bar.tick)
-        except KeyboardInterrupt:
+        except INTERRUPTS:
             self._keep(job)
             raise
         finally:
@@ -257,7 +257,8 @@ class LabSession:
         from chatspace_lab.capture import CaptureHandle
 
         several = [handles] if isinstance(handles, CaptureHandle) else list(handles)
-        self._call("fetch", lambda: self._model.fetch_captures_batch(several))
+        if any(getattr(handle, "state", None) != "fetched" for handle in several):
+            self._call("fetch", lambda: self._model.fetch_captures_batch(several))
         return token_frame(several, self.tokenizer, directions, layers)
 
     # -- panels ------------------------------------------------------------------------------------------------------

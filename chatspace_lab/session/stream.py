@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from chatspace_lab.engine.loop import LoopThread
 from chatspace_lab.engine.stream import StreamDelta, TextStream
+from chatspace_lab.session.job import INTERRUPTS
 
 if TYPE_CHECKING:
     from chatspace_lab.capture import CaptureHandle
@@ -41,9 +42,11 @@ class LabStream(Iterator[StreamDelta]):
         self._open = True
         try:
             delta = self._loop.call(_next(self._stream))
-        except KeyboardInterrupt:
-            self.close()
-            self._lab.partial = self.text
+        except INTERRUPTS:
+            try:
+                self.close()
+            finally:  # also if the button is pressed again
+                self._lab.partial = self.text
             raise
         if delta is None:
             self._open = False
@@ -95,9 +98,11 @@ class LabStream(Iterator[StreamDelta]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
-        if kind is not None and issubclass(kind, KeyboardInterrupt):
-            self._lab.partial = self.text
+        try:
+            self.close()
+        finally:
+            if kind is not None and issubclass(kind, INTERRUPTS):
+                self._lab.partial = self.text
 
 
 async def _next(stream: TextStream) -> StreamDelta | None:

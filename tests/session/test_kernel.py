@@ -167,11 +167,22 @@ def test_the_stop_button_leaves_the_engine_ready(running: tuple[Kernel, Any], se
         assert value(kernel, "lab.history[-2].status, lab.history[-2].text") == ("aborted", partial)
 
 
-def test_the_stop_button_stops_an_awaited_cell_too(running: tuple[Kernel, Any]) -> None:
+@pytest.mark.parametrize(
+    "code",
+    [
+        LONG.replace("lab.generate", "await lab.aio.generate"),
+        f"import asyncio\nawait asyncio.sleep(0)\n{LONG}",
+        f"import asyncio\nasync def ask(): {LONG}\nawait asyncio.create_task(ask())",
+    ],
+    ids=["awaited", "blocking", "blocking in a task"],
+)
+def test_the_stop_button_stops_an_awaited_cell_too(running: tuple[Kernel, Any], code: str) -> None:
     kernel, _ = running
-    reply = stopped(kernel, LONG.replace("lab.generate", "await lab.aio.generate"), 1.0)
+    reply = stopped(kernel, f"lab.partial = None\n{code}", 1.0)
     assert reply.error.startswith("CancelledError")
     assert value(kernel, "lab.history[-2].status") == "aborted"
+    if "await lab" not in code:
+        assert value(kernel, "lab.partial == [lab.history[-2].text]")
 
 
 def test_the_cell_that_made_it_runs_again(running: tuple[Kernel, Any]) -> None:
@@ -219,10 +230,15 @@ threads = [
         # Closing one frees it, and the name is free again.
         left = engines(neighbour.pid)
         held = shared_memory(left)
+        neighbour.run(
+            "_, handles = lab.chat(question, capture_layers=[4], **greedy); lab.fetch_captures_batch(handles)"
+        )
         neighbour.run("lab.close()")
         wait_until(lambda: all_gone(left, held), timeout_s=20, what="what the closed lab had is gone")
         reply = neighbour.wait(neighbour.send("lab.chat(question)"))
         assert reply.error.startswith("EngineDeadError: this model was closed")
+        rows = "len(lab.frame(handles)), len(handles[0].hidden(4))"  # what was fetched stays
+        assert len(set(value(neighbour, rows))) == 1
 
 
 def test_a_restarted_kernel_and_a_failed_start_leave_nothing(env: dict[str, str]) -> None:

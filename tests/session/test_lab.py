@@ -378,6 +378,10 @@ def test_an_answer_without_rows_is_marked_and_stops_nobody(lab: LabSession) -> N
     assert found.rows["rows"].tolist() == [0, 0, 0]
     frame = lab.capture(PROMPTS, [3], "norm", where="answer", max_tokens=1)
     assert len(frame) == 0
+    lab.history.clear()
+    prompts = ["word " * 900] * 40
+    interrupted(lab, lambda: lab.capture(prompts, [3], "norm"), lambda: len(lab.history) > 0)
+    assert list(lab.partial) == list(frame)  # also while nothing has come
 
 
 def test_norms_and_projections_are_a_tidy_frame(lab: LabSession, v: torch.Tensor) -> None:
@@ -460,6 +464,16 @@ def test_the_stop_button_keeps_the_partial_text(lab: LabSession, seconds: float)
     assert "Paris" in lab.ask("What is the capital of France?", **GREEDY)
 
 
+def test_the_stop_button_stops_a_call_that_blocks_a_coroutine(lab: LabSession) -> None:
+    async def main() -> None:
+        lab.generate("One two three", temperature=0.0, max_tokens=900, ignore_eos=True)
+
+    some_text = lambda: bool(len(lab.history) and lab.history[0].text)  # noqa: E731
+    assert interrupted(lab, lambda: asyncio.run(main()), some_text) < 1.0
+    assert lab.partial == [lab.history[0].text]
+    assert lab.history[0].status == "aborted"
+
+
 def test_a_stream_can_be_stopped_and_left(lab: LabSession) -> None:
     ask: dict[str, Any] = {"temperature": 0.0, "max_tokens": 900, "ignore_eos": True}
     stream = lab.stream("One two three", **ask)
@@ -487,6 +501,21 @@ def test_a_stream_keeps_its_text_when_the_button_is_pressed_in_the_body_of_the_l
     interrupted(lab, read, lambda: len(seen) > 3)
     assert lab.partial == "".join(seen)
     wait_until(lambda: [run.status for run in lab.history] == ["aborted"])
+
+
+def test_a_stream_keeps_its_text_when_the_button_is_pressed_again(
+    lab: LabSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = lab.stream("One two three", temperature=0.0, max_tokens=900, ignore_eos=True)
+
+    def pressed_again() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stream, "close", pressed_again)  # it comes while the first press is waited for
+    interrupted(lab, lambda: list(stream), lambda: len(stream.token_ids) > 5)
+    assert lab.partial == stream.text
+    monkeypatch.undo()
+    stream.close()
 
 
 def test_what_is_kept_of_an_interrupted_chat_begins_with_what_it_continues_only(lab: LabSession) -> None:
