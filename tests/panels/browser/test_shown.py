@@ -86,6 +86,16 @@ def test_another_direction_or_layer_tints_anew_without_a_forward_pass(panel: Pan
     assert panel.value("len(lab.history)") == runs
 
 
+def test_characters_of_several_tokens_are_whole(panel: Panel) -> None:
+    panel.kernel.run("panel.state = {'rows': [], 'sampling': {'max_tokens': 30}}; panel.wait()")
+    panel.ask("Repeat exactly: 🦜🦜🦜👩‍👩‍👧 日本語")
+    panel.settled()
+    text = panel.value("panel.steered['text']")
+    assert "🦜🦜" in text
+    for side in ("baseline", "steered"):
+        assert panel.answer(side).text_content() == text
+
+
 def test_texts_appear_as_typed(panel: Panel) -> None:
     odd = "<think>a</think> </script> &amp; $x$ <b>bold</b> <img src=x onerror=alert(1)>"
     panel.ask(odd)

@@ -133,8 +133,10 @@ export function chatPane(side, calls) {
         if (!drawn || drawn.number !== answer.number || drawn.first !== answer.first || answer.texts.length < shownTokens) rebuild(answer, turns);
         const from = Math.max(answer.prompt - answer.first, 0);
         for (let at = Math.max(from, shownTokens); at < answer.texts.length; at += 1) answerBody.append(token(answer.first + at, answer.texts[at]));
-        // the last piece may have been a part of a character then
-        for (let at = Math.max(from, shownTokens - 4); at < shownTokens; at += 1) write(/** @type {Element} */ (spans.get(answer.first + at)), answer.texts[at]);
+        // tokens that are parts of characters are written by the first of their row, which may have been incomplete then
+        let first = Math.max(from, shownTokens - 1);
+        while (first > from && answer.texts[first] === "") first -= 1;
+        for (let at = first; at < shownTokens; at += 1) write(/** @type {Element} */ (spans.get(answer.first + at)), answer.texts[at]);
         shownTokens = answer.texts.length;
         drawn = answer;
         for (const span of body.querySelectorAll(".cl-part")) span.classList.remove("cl-part");
