@@ -106,7 +106,8 @@ class Submission:
         params = copy.copy(self.params)  # vLLM's own front end makes the deep one
         params.n = 1
         if self.params.seed is not None and self.sample_index:
-            params.seed = self.params.seed + self.sample_index
+            seed = self.params.seed + self.sample_index
+            params.seed = seed if seed < 1 << 64 else seed - (1 << 64)  # torch takes no larger one
         params.output_kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
         if self.program is None and self.handle is None:
             return params

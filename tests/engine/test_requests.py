@@ -10,7 +10,14 @@ import torch
 from vllm import SamplingParams
 
 from chatspace_lab import wire
-from chatspace_lab.engine.requests import OWN_ARGUMENTS, check_capture_layers, prompts_from, sampling_from
+from chatspace_lab.engine.requests import (
+    OWN_ARGUMENTS,
+    Prompt,
+    Submission,
+    check_capture_layers,
+    prompts_from,
+    sampling_from,
+)
 from chatspace_lab.errors import RequestError
 
 UNREADABLE: list[dict[str, Any]] = [
@@ -92,3 +99,14 @@ def test_layers_of_any_kind(layers: Any) -> None:
 def test_layers_that_are_none(layers: Any) -> None:
     with pytest.raises(RequestError, match="capture_layers"):
         check_capture_layers(layers, 4)
+
+
+@pytest.mark.parametrize(("seed", "second"), [(7, 8), (-5, -4), (2**64 - 2, 2**64 - 1), (2**64 - 1, 0)])
+def test_each_sample_has_a_seed_that_torch_takes(seed: int, second: int) -> None:
+    params = SamplingParams(seed=seed, n=2)
+    seeds = [
+        Submission("r", Prompt([5]), params, None, 0, sample).engine_params([], stream=False).seed for sample in (0, 1)
+    ]
+    assert seeds == [seed, second]
+    for each in seeds:
+        torch.Generator().manual_seed(each)
