@@ -14,7 +14,6 @@ from chatspace_lab.runtime import backend_cuda
 from chatspace_lab.runtime.core import Arrival, Runtime
 from chatspace_lab.runtime.pool import SharedPool
 from chatspace_lab.runtime.store import CaptureStore
-from chatspace_lab.runtime.tables import Tables
 from chatspace_lab.spans import below, rank
 from tests.runtime.test_steady import HIDDEN, LAYERS, empty_tables, payload
 
@@ -97,15 +96,7 @@ def test_many_segments_recomputed_in_one_step(monkeypatch: pytest.MonkeyPatch) -
     """A long answer has a segment of rows per doubling; thrown out and computed again, one step needs all of them."""
     monkeypatch.setattr(backend_cuda, "TokenBuffer", HostBuffer)
     length = 1500
-    tables = Tables(
-        layers=LAYERS,
-        hidden_size=HIDDEN,
-        max_requests=2,
-        max_ops=1,
-        max_vectors=1,
-        max_tokens=2 * length,
-        device=torch.device("cpu"),
-    )
+    tables = empty_tables(2, 2 * length)
     store = CaptureStore(SharedPool(1 << 24), HIDDEN, torch.float32, lambda: lambda: True)
     runtime = Runtime(tables, store, backend_cuda.CudaBackend(tables, torch.float32), captures=True)
     wish = {"ops": b"", "steer_spans": [], "capture_layers": [0, 1], "capture_spans": [0, -1]}

@@ -18,14 +18,14 @@ from chatspace_lab.runtime.tables import Tables
 HIDDEN, LAYERS = 16, 2
 
 
-def empty_tables(max_requests: int) -> Tables:
+def empty_tables(max_requests: int, max_tokens: int = 256) -> Tables:
     return Tables(
         layers=LAYERS,
         hidden_size=HIDDEN,
         max_requests=max_requests,
         max_ops=2,
         max_vectors=4,
-        max_tokens=256,
+        max_tokens=max_tokens,
         device=torch.device("cpu"),
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from chatspace_lab import VLLMSteerModel
+from chatspace_lab import CaptureHandle, VLLMSteerModel
 from chatspace_lab.errors import CaptureLimitError
 from tests.conftest import held, started, wait_until
 from tests.oracle import Oracle
@@ -23,8 +23,17 @@ def small(tiny_path: str) -> Iterator[VLLMSteerModel]:
         yield model
 
 
+def check_all(model: VLLMSteerModel, hf: Oracle, handles: list[CaptureHandle]) -> None:
+    """Fetch, compare and close; then nothing is left."""
+    asyncio.run(model.fetch_captures_batch(handles))
+    for handle in handles:
+        check(handle, hf, None)
+        handle.close()
+    wait_until(lambda: held(model)["nbytes"] == 0, what="the worker drops everything")
+
+
 def test_a_prompt_that_does_not_fit_beside_what_nobody_fetched(small: VLLMSteerModel, tiny_hf: Oracle) -> None:
-    async def main() -> None:
+    async def main() -> list[CaptureHandle]:
         _, kept = await small.generate([[9] * 220, [11] * 230], capture_layers=ALL, max_tokens=2, **GREEDY)
         _, more = await small.generate([[12] * 240, [13] * 225], capture_layers=ALL, max_tokens=2, **GREEDY)
         with pytest.raises(
@@ -34,14 +43,9 @@ def test_a_prompt_that_does_not_fit_beside_what_nobody_fetched(small: VLLMSteerM
         assert (await small.generate([[5] * 200], max_tokens=2, raw_output=True, **GREEDY))[0].finished
         kept[0].close()
         _, [last] = await small.generate([[5] * 200], capture_layers=ALL, max_tokens=2, **GREEDY)
-        handles = [kept[1], *more, last]
-        await small.fetch_captures_batch(handles)
-        for handle in handles:
-            check(handle, tiny_hf, None)
-            handle.close()
+        return [kept[1], *more, last]
 
-    asyncio.run(main())
-    wait_until(lambda: held(small)["nbytes"] == 0, what="the worker drops everything")
+    check_all(small, tiny_hf, asyncio.run(main()))
 
 
 def test_answers_that_grow_past_the_limit(small: VLLMSteerModel, tiny_hf: Oracle) -> None:
@@ -76,7 +80,7 @@ def test_captures_that_fill_the_limit_exactly(small: VLLMSteerModel, tiny_hf: Or
     rows = LIMIT // (8 * 1024)
     prompts = [[20 + index] * (rows - 9 * (index % 2)) for index in range(8)]  # half of them answer with ten tokens
 
-    async def main() -> None:
+    async def main() -> list[CaptureHandle]:
         answers = await asyncio.gather(
             *(
                 small.generate(prompt, capture_layers=ALL, max_tokens=1 + rows - len(prompt), **GREEDY)
@@ -87,10 +91,6 @@ def test_captures_that_fill_the_limit_exactly(small: VLLMSteerModel, tiny_hf: Or
         assert small._client.captures.held_bytes == held(small)["nbytes"] == LIMIT
         with pytest.raises(CaptureLimitError):
             await small.generate([5], capture_layers=[0], max_tokens=1, **GREEDY)
-        await small.fetch_captures_batch(handles)
-        for handle in handles:
-            check(handle, tiny_hf, None)
-            handle.close()
+        return handles
 
-    asyncio.run(main())
-    wait_until(lambda: held(small)["nbytes"] == 0, what="the worker drops everything")
+    check_all(small, tiny_hf, asyncio.run(main()))
