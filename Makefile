@@ -1,11 +1,14 @@
 # Each target first makes .venv and the demo model if they are not there (.ci/setup); that takes minutes once.
-.PHONY: demo test lab bench lint setup
+.PHONY: demo test test-all lab bench lint setup
 
 demo: setup ## one prompt, plain and steered, and what its activations look like
 	@.venv/bin/chatspace-lab demo
 
-test: setup ## all tests and notebooks
+test: setup ## tests and notebooks
 	@.ci/test
+
+test-all: setup ## the same, and the tests marked slow
+	@.ci/test --all
 
 lab: setup ## JupyterLab on notebooks/, with the panels open
 	@.venv/bin/jupyter lab --allow-root --LabApp.default_url=/lab/tree/10_panels.ipynb notebooks

@@ -108,10 +108,11 @@ class PlainEngine:
         self._engine: AsyncLLM = self._loop.call(self._start(options))
 
     async def _start(self, options: dict[str, Any]) -> AsyncLLM:
-        from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**options))
+        from chatspace_lab.engine.config import engine_arguments
+
+        return AsyncLLM.from_engine_args(engine_arguments(options))
 
     async def run(self, prompts: Prompts, tokens: int) -> int:
         """Answer every prompt."""

@@ -18,7 +18,7 @@ import torch
 from chatspace_lab import errors, wire
 from chatspace_lab.engine.bank import VectorBank
 from chatspace_lab.engine.captures import CaptureBroker
-from chatspace_lab.engine.config import VLLMSteeringConfig, check_vllm_version
+from chatspace_lab.engine.config import VLLMSteeringConfig, check_vllm_version, engine_arguments
 from chatspace_lab.engine.lock import AsyncRWLock
 from chatspace_lab.engine.loop import LoopThread
 from chatspace_lab.engine.processes import descendants, end, shared_memory
@@ -71,6 +71,7 @@ class ModelFacts:
     layer_count: int
     hidden_size: int
     dtype: torch.dtype
+    dtype_reason: str
     max_model_len: int
     vocab_size: int
     tokenizer: Any
@@ -164,13 +165,13 @@ class EngineClient:
     async def _start(
         cls, loop: LoopThread, log: CauseLog, config: VLLMSteeringConfig, kwargs: dict[str, Any], version: str
     ) -> EngineClient:
-        from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
         os.environ[wire.OWNER_PID] = str(os.getpid())  # inherited by the engine's processes
         # This process has threads, and perhaps CUDA: a forked engine could deadlock or fail to start.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**kwargs))
+        arguments = engine_arguments(kwargs)
+        engine = AsyncLLM.from_engine_args(arguments)
         client = cls(loop, engine, log)
         try:
             described = await client.rpc(wire.RPC_DESCRIBE)
@@ -192,6 +193,7 @@ class EngineClient:
             vocab_size=vocab_size,
             vllm_version=version,
             max_model_len=engine.model_config.max_model_len,
+            dtype_reason="" if arguments.dtype == config.dtype else "this CPU has no bfloat16 instructions",
         )
         client.bank = VectorBank(config.max_vectors, client._put_vectors)
         client.captures = CaptureBroker(

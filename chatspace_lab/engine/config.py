@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from typing import Any
+import platform
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from chatspace_lab import wire
 from chatspace_lab.errors import ConfigError, UnsupportedError
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import AsyncEngineArgs
 
 GIB = 1 << 30
 CPU_KV_CACHE_BYTES = 2 * GIB
@@ -50,7 +56,8 @@ class VLLMSteeringConfig:
     max_model_len
         Longest prompt and answer together, in tokens; None is what the model was trained for.
     dtype
-        ``"auto"``, ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+        ``"auto"``, ``"float32"``, ``"bfloat16"`` or ``"float16"``. ``"auto"`` is vLLM's choice, but float32 on a CPU
+        without bfloat16 instructions.
     max_vectors
         Distinct vectors that requests under way and the session may use together; each takes ``4 · hidden_size``
         bytes on every worker.
@@ -159,6 +166,35 @@ class VLLMSteeringConfig:
             "additional_config": additional,
             "worker_extension_cls": wire.EXTENSION,
         }
+
+
+def engine_arguments(options: dict[str, Any]) -> AsyncEngineArgs:
+    """Return vLLM's arguments; ``dtype="auto"`` becomes float32 on a CPU without bfloat16 instructions.
+
+    vLLM chooses bfloat16 on every CPU. Without such instructions it is several times slower than float32. Quantised
+    checkpoints keep vLLM's choice, because most of their kernels compute in bfloat16 only.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+
+    arguments = AsyncEngineArgs(**options)
+    auto = arguments.dtype == "auto" and current_platform.is_cpu() and not cpu_has_bfloat16()
+    if auto and arguments.create_model_config().quantization is None:
+        arguments.dtype = "float32"
+    return arguments
+
+
+def cpu_has_bfloat16() -> bool:
+    """Return whether this machine's CPU multiplies bfloat16 numbers by instructions of its own.
+
+    PyTorch's limit on instruction sets, the environment variable ``ATEN_CPU_CAPABILITY``, counts too.
+    """
+    import torch
+
+    if platform.machine() in ("x86_64", "AMD64"):
+        return "AVX512" in torch.backends.cpu.get_cpu_capability() and torch.cpu._is_avx512_bf16_supported()
+    features = re.search(r"^Features\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return features is not None and "bf16" in features[1].split()
 
 
 def _is_off(value: Any) -> bool:

@@ -26,8 +26,9 @@ def card(lab: LabSession, name: str, stats: dict[str, Any] | None) -> str:
     counts = {status: sum(run.status == status for run in runs) for status in ("running", "done", "aborted", "failed")}
     requests = ", ".join(f"{count} {status}" for status, count in counts.items() if count) or "none yet"
     memory = lab.model.memory()
+    dtype = f"{facts.dtype}" + (f" ({facts.dtype_reason})" if facts.dtype_reason else "")
     rows = [
-        ("model", f"{facts.architecture}, {facts.layer_count} layers × {facts.hidden_size}, {facts.dtype}"[:200]),
+        ("model", f"{facts.architecture}, {facts.layer_count} layers × {facts.hidden_size}, {dtype}"[:200]),
         ("engine", f"vLLM {facts.vllm_version}, at most {facts.max_model_len:,} tokens"),
         ("steering", None),
         ("memory", f"engine {memory / GIB:.2f} GiB; captures {_size(stats['nbytes'])} held"),

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +15,7 @@ import pytest
 from chatspace_lab import VLLMSteeringConfig, VLLMSteerModel, wire
 from chatspace_lab.engine.config import check_vllm_version
 from chatspace_lab.errors import ConfigError, LabError, UnsupportedError
+from tests import quantised
 
 
 def test_the_contracts_arguments() -> None:
@@ -33,6 +38,22 @@ def test_options_of_vllm_pass_through() -> None:
 @pytest.mark.parametrize(("asked", "given"), [(None, True), (True, True), (False, False)])
 def test_enforce_eager_is_honoured(asked: bool | None, given: bool) -> None:
     assert VLLMSteeringConfig("m").engine_kwargs(asked)["enforce_eager"] is given
+
+
+AUTO = """
+import sys
+from chatspace_lab.engine.config import cpu_has_bfloat16, engine_arguments
+print(cpu_has_bfloat16(), *(engine_arguments({"model": folder}).dtype for folder in sys.argv[1:]))
+"""
+
+
+def test_auto_is_float32_on_a_cpu_without_bfloat16(demo_model_path: str, tmp_path: Path) -> None:
+    """PyTorch's limit on instruction sets stands for such a CPU. Quantised checkpoints keep vLLM's choice."""
+    folder, _ = quantised.build("awq", tmp_path)
+    command = [sys.executable, "-c", AUTO, demo_model_path, folder]
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "avx2"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-3:] == ["False", "float32", "auto"]
 
 
 def test_additional_config_is_kept_beside_ours() -> None:
