@@ -225,6 +225,7 @@ def test_bench_refuses_an_answer_that_is_too_short() -> None:
         asyncio.run(bench._measure(Plain(), [], arguments, vocabulary=100))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_bench_runs() -> None:
     done = run("bench", "--batch", "2", "--tokens", "4", "--pairs", "1")
     assert done.returncode == 0, done.stderr

@@ -210,6 +210,7 @@ def test_bfloat16(demo_model_path: str, hf: Oracle) -> None:
     assert missing.max() < reference.max()
 
 
+@pytest.mark.slow
 def test_compiled(demo_model_path: str, model: VLLMSteerModel, hf: Oracle) -> None:
     """vLLM's compiled mode: the same captures, and the same text, steered and not."""
     names = ["none", "add", "three on one layer", "odd order", "all layers"]

@@ -29,6 +29,7 @@ def test_eight_bits_for_weights_and_activations(tmp_path: Path) -> None:
     assert max(worst.values()) < TOLERANCE, worst
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gptq", "awq", "w4a16"])
 def test_four_bits_for_weights(kind: str, tmp_path: Path) -> None:
     """These kernels know bfloat16 only: no further from float32 than Hugging Face's bfloat16 is, but for chance."""
@@ -53,12 +54,14 @@ def test_a_type_that_the_kernels_do_not_know(kind: str, dtype: str, words: str, 
         VLLMSteerModel(VLLMSteeringConfig(folder, dtype=dtype, kv_cache_memory_bytes=1 << 27, **OPTIONS))
 
 
+@pytest.mark.slow
 def test_kernels_that_are_not_there(tmp_path: Path) -> None:
     folder, _ = quantised.build("w8a16", tmp_path)
     with pytest.raises(EngineStartError, match="Failed to find a kernel that can implement the WNA16 linear layer"):
         VLLMSteerModel(VLLMSteeringConfig(folder, dtype="bfloat16", kv_cache_memory_bytes=1 << 27, **OPTIONS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bitsandbytes", "gguf"])
 def test_formats_that_this_vllm_does_not_know(kind: str, tmp_path: Path) -> None:
     folder, _ = quantised.build("w8a8", tmp_path)

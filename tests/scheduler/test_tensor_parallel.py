@@ -65,6 +65,7 @@ def test_rows_and_tokens_as_with_one_worker_and_the_end_of_one(folder: str) -> N
         check(handle, hf, None)
 
 
+@pytest.mark.slow
 def test_three_workers_of_the_demo_model(demo_model_path: str, hf: Oracle, model: VLLMSteerModel) -> None:
     """Its nine heads are three for each: rows as Hugging Face's, and the text of one worker."""
     generator = torch.Generator().manual_seed(4)

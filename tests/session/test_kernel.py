@@ -33,7 +33,7 @@ def env() -> dict[str, str]:
     return {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
 
 
-@pytest.fixture(scope="module", params=[7, 6])
+@pytest.fixture(scope="module", params=[7, pytest.param(6, marks=pytest.mark.slow)])
 def running(request: pytest.FixtureRequest, env: dict[str, str]) -> Iterator[tuple[Kernel, Any]]:
     """A kernel with a lab, and what the cell that made it gave."""
     with kernel(env, version=request.param) as started:
