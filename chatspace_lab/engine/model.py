@@ -19,6 +19,7 @@ from chatspace_lab.engine.stream import TextStream
 from chatspace_lab.errors import CaptureError, SteeringError
 from chatspace_lab.readings import Readings
 from chatspace_lab.steering.directions import DirectionSet
+from chatspace_lab.steering.names import directions_named
 from chatspace_lab.steering.program import check_layer
 from chatspace_lab.steering.specs import SteeringSpec
 from chatspace_lab.steering.vectors import as_list
@@ -55,6 +56,8 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods):
         Tokens of a prompt and its answer, together.
     tokenizer
         The Hugging Face tokenizer; None with ``skip_tokenizer_init=True``.
+    vectors : dict of str to vector
+        Named vectors and directions. Where a method takes a vector, a spec or directions, a name in here will do.
 
     Raises
     ------
@@ -79,6 +82,7 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods):
         self.model_name = self.config.model_name
         self.hidden_size, self.layer_count, self.dtype = facts.hidden_size, facts.layer_count, facts.dtype
         self.max_model_len, self.tokenizer = facts.max_model_len, facts.tokenizer
+        self.vectors: dict[str, Any] = {}
         self._loop, self._lock = self._client.loop, self._client.lock
         self._session = SessionSteering(self._lock, self._client.bank, self._compile)
         try:
@@ -194,7 +198,7 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods):
         capture_where: Where | str = "all",
         steering: SteeringSpec | None = None,
         read_layers: Sequence[int] | None = None,
-        directions: Mapping[str, Any] | None = None,
+        directions: Mapping[str, Any] | Sequence[str] | None = None,
         **sampling: Any,
     ) -> TextStream:
         """Complete one prompt piece by piece: ``async for delta in model.stream(…)``.
@@ -208,7 +212,8 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods):
             :class:`~chatspace_lab.readings.Readings`. The worker computes them; the activations stay there. With
             ``capture_layers``, some of these.
         directions
-            ``{name: vector}`` or ``{name: {layer: vector}}``; a vector has ``[hidden_size]`` entries.
+            ``{name: vector}`` or ``{name: {layer: vector}}``; a vector has ``[hidden_size]`` entries. Or names in
+            :attr:`vectors`: ``["joy", "sea"]``.
         """
         ask = Ask(sampling_params, sampling, capture_layers, capture_where, steering, read_layers=read_layers)
         return self._stream(prompts_from(prompt, self.tokenizer, self._client.facts.vocab_size), ask, directions)
@@ -223,7 +228,7 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods):
         capture_where: Where | str = "all",
         steering: SteeringSpec | None = None,
         read_layers: Sequence[int] | None = None,
-        directions: Mapping[str, Any] | None = None,
+        directions: Mapping[str, Any] | Sequence[str] | None = None,
         **sampling: Any,
     ) -> TextStream:
         """Answer one conversation piece by piece. Arguments as for :meth:`chat` and :meth:`stream`."""
@@ -243,7 +248,7 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods):
     async def read_captures(
         self,
         handles: Sequence[CaptureHandle],
-        directions: Mapping[str, Any] | None = None,
+        directions: Mapping[str, Any] | Sequence[str] | None = None,
         *,
         layers: Sequence[int] | None = None,
     ) -> list[Readings]:
@@ -256,7 +261,8 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods):
         handles
             Of any calls.
         directions
-            ``{name: vector}`` or ``{name: {layer: vector}}``; a vector has ``[hidden_size]`` entries.
+            ``{name: vector}`` or ``{name: {layer: vector}}``; a vector has ``[hidden_size]`` entries. Or names in
+            :attr:`vectors`: ``["joy", "sea"]``.
         layers
             Captured ones; None is those that the first handle has.
 
@@ -270,7 +276,7 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods):
         chosen = handles[0].check_layers(layers)
         for handle in handles:
             handle.check_layers(chosen)
-        laid = DirectionSet.of(directions, chosen, self.hidden_size)
+        laid = DirectionSet.of(directions_named(directions, self.vectors), chosen, self.hidden_size)
         values = await self._client.captures.reduce(handles, chosen, "read", laid.units)
         return [handle.label(each, laid) for handle, each in zip(handles, values, strict=True)]
 

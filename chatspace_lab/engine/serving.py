@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from chatspace_lab.capture import CaptureHandle
@@ -32,6 +32,7 @@ from chatspace_lab.engine.stream import StreamDelta, TextStream
 from chatspace_lab.errors import RequestError
 from chatspace_lab.readings import Readings
 from chatspace_lab.steering.directions import DirectionSet
+from chatspace_lab.steering.names import directions_named
 from chatspace_lab.steering.program import Program
 from chatspace_lab.steering.specs import SteeringSpec
 from chatspace_lab.steering.where import Where, as_where
@@ -52,7 +53,9 @@ class RequestMethods:
     _loop: LoopThread
     _lock: AsyncRWLock
     _session: SessionSteering
+    vectors: dict[str, Any]
     _compile: Callable[[SteeringSpec], Program | None]
+    _named: Callable[[Any], Any]
 
     def _chat_prompts(self, messages: Any, options: dict[str, Any] | None) -> list[Prompt]:
         if self.tokenizer is None:
@@ -117,7 +120,7 @@ class RequestMethods:
             check_length(prompt, index, params.max_tokens, self.max_model_len)
         layers = None if ask.capture_layers is None else check_capture_layers(ask.capture_layers, self.layer_count)
         capture_where = as_where(ask.capture_where)
-        specs = steering_per_prompt(ask.steering, len(prompts))
+        specs = [self._named(spec) for spec in steering_per_prompt(ask.steering, len(prompts))]
         submissions = [
             Submission(uuid.uuid4().hex[:16], prompt, params, None, index, sample)
             for index, prompt in enumerate(prompts)
@@ -171,7 +174,9 @@ class RequestMethods:
             return results
         return results, [submission.handle for submission in submissions]
 
-    def _stream(self, prompts: list[Prompt], ask: Ask, directions: Mapping[str, Any] | None = None) -> TextStream:
+    def _stream(
+        self, prompts: list[Prompt], ask: Ask, directions: Mapping[str, Any] | Sequence[str] | None = None
+    ) -> TextStream:
         if len(prompts) != 1:
             raise RequestError(f"a stream answers one prompt, got {len(prompts)}")
         read_only = ask.read_layers is not None and ask.capture_layers is None
@@ -215,7 +220,7 @@ class RequestMethods:
             read_only=read_only,
         )
 
-    def _directions(self, ask: Ask, directions: Mapping[str, Any] | None) -> DirectionSet | None:
+    def _directions(self, ask: Ask, directions: Mapping[str, Any] | Sequence[str] | None) -> DirectionSet | None:
         """Return what a stream reads, or None."""
         if ask.read_layers is None:
             if directions is not None:
@@ -225,7 +230,7 @@ class RequestMethods:
         missing = set(layers) - set(check_capture_layers(ask.capture_layers, self.layer_count))
         if missing:
             raise RequestError(f"read_layers: {sorted(missing)} are not among capture_layers; add them there")
-        return DirectionSet.of(directions, layers, self.hidden_size)
+        return DirectionSet.of(directions_named(directions, self.vectors), layers, self.hidden_size)
 
 
 def _merge_samples(submissions: list[Submission], outputs: list[RequestOutput]) -> list[RequestOutput]:

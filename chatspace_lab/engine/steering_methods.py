@@ -11,6 +11,7 @@ from chatspace_lab.engine.config import VLLMSteeringConfig
 from chatspace_lab.engine.loop import LoopThread
 from chatspace_lab.engine.state import SessionSteering
 from chatspace_lab.errors import SteeringError
+from chatspace_lab.steering.names import spec_named
 from chatspace_lab.steering.program import Program, check_layer, compile_spec
 from chatspace_lab.steering.specs import AblationSpec, AddSpec, Operation, ProjectionCapSpec, SteeringSpec
 
@@ -26,6 +27,11 @@ class SessionSteeringMethods:
     _loop: LoopThread
     _session: SessionSteering
     _target_layer: int | None = None
+    vectors: dict[str, Any]
+
+    def _named(self, spec: Any) -> Any:
+        """Return a spec with vectors in place of their names in :attr:`vectors`."""
+        return spec_named(spec, self.vectors)
 
     def _compile(self, spec: SteeringSpec) -> Program | None:
         return compile_spec(
@@ -84,6 +90,7 @@ class SessionSteeringMethods:
 
     async def apply_steering_spec(self, spec: SteeringSpec) -> None:
         """Replace all session-wide steering by ``spec``, at all layers at once."""
+        spec = self._named(spec)
         self._compile(spec)
         await self._change(lambda _: spec)
 
@@ -95,10 +102,11 @@ class SessionSteeringMethods:
         SteeringError
             If the new spec cannot be used; the old one stays in force.
         """
-        await self._change(update)
+        await self._change(lambda spec: self._named(update(spec)))
 
     async def push_steering_spec(self, spec: SteeringSpec) -> None:
         """Remember the steering in force on a stack and replace it by ``spec``."""
+        spec = self._named(spec)
         self._compile(spec)
         await self._in_turn(lambda: self._session.push(spec))
 
@@ -113,6 +121,7 @@ class SessionSteeringMethods:
     @asynccontextmanager
     async def steering(self, spec: SteeringSpec) -> AsyncIterator[None]:
         """Steer by ``spec`` inside the block; what was in force before comes back, whatever ends the block."""
+        spec = self._named(spec)
         self._compile(spec)
         mark = object()
         try:
@@ -136,13 +145,13 @@ class SessionSteeringMethods:
 
     async def _set_operation(self, layer_idx: int, operation: Operation) -> None:
         layer = check_layer(layer_idx, self.layer_count)
-        self._compile(SteeringSpec.at(layer, operation))
+        alone = self._named(SteeringSpec.at(layer, operation))
+        self._compile(alone)
 
         def update(spec: SteeringSpec) -> SteeringSpec:
             before = spec.layers.get(layer)
-            return spec.with_layer(
-                layer, before.with_operation(operation) if before else SteeringSpec.at(layer, operation).layers[layer]
-            )
+            [(_, new)] = alone
+            return spec.with_layer(layer, before.with_operation(new) if before else alone.layers[layer])
 
         await self._change(update)
 

@@ -16,6 +16,7 @@ from chatspace_lab.session.history import History
 from chatspace_lab.session.job import CURRENT
 from chatspace_lab.session.pooled import PooledActivations
 from chatspace_lab.session.sweep import Grid, as_layers, frame_of, lay_out, vector_at
+from chatspace_lab.steering.names import directions_named, vector_named
 from chatspace_lab.steering.program import check_layer
 from chatspace_lab.steering.specs import AblationSpec, AddSpec, Operation, ProjectionCapSpec, SteeringSpec
 from chatspace_lab.steering.where import Where
@@ -39,6 +40,9 @@ class AsyncLab:
         Mean residual norm per layer on the prompt that was measured last (:meth:`measure`, :meth:`sweep`).
     measured_on : str or None
         That prompt.
+    vectors : dict of str to vector
+        Named vectors and directions. Wherever a vector is taken, its name in here will do: ``lab.steer(16, "joy")``,
+        ``AddSpec("joy", 4.0)``, ``directions=["joy"]``.
     """
 
     def __init__(self, model: VLLMSteerModel) -> None:
@@ -47,6 +51,15 @@ class AsyncLab:
         self.norms: dict[int, float] = {}
         self.measured_on: str | None = None
         model.observe(self.history)
+
+    @property
+    def vectors(self) -> dict[str, Any]:
+        """Named vectors and directions."""
+        return self.model.vectors
+
+    @vectors.setter
+    def vectors(self, vectors: Mapping[str, Any]) -> None:
+        self.model.vectors = dict(vectors)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "model":
@@ -68,7 +81,8 @@ class AsyncLab:
         layers
             Changed all at once.
         vector
-            ``[hidden_size]``, or one per layer: ``{layer: vector}``, or a direction of the analysis.
+            ``[hidden_size]``, or one per layer: ``{layer: vector}``, or a direction of the analysis; or the name of one
+            in :attr:`vectors`.
         scale
             Factor on the vector's own length; 1 if neither is given.
         dose
@@ -82,6 +96,7 @@ class AsyncLab:
         if scale is not None and dose is not None:
             raise RequestError("steer: give scale or dose, not both")
         chosen = as_layers(layers, self.model.layer_count, "steer")
+        vector = vector_named(vector, self.vectors, "steer")
         operations: dict[int, Operation] = {}
         for layer in chosen:
             here = vector_at(vector, layer, self.model.hidden_size, "steer")
@@ -123,7 +138,7 @@ class AsyncLab:
         await self.model.update_steering_spec(without)
 
     def _vector(self, vector: Any, layer: int, what: str) -> Any:
-        return vector_at(vector, layer, self.model.hidden_size, what)
+        return vector_at(vector_named(vector, self.vectors, what), layer, self.model.hidden_size, what)
 
     async def _set(self, operations: Mapping[int, Operation]) -> None:
         def update(spec: SteeringSpec) -> SteeringSpec:
@@ -220,7 +235,7 @@ class AsyncLab:
         layers, scales
             The grid, layer by layer.
         vector
-            ``[hidden_size]``, or one per layer.
+            ``[hidden_size]``, or one per layer, or a name in :attr:`vectors`.
         doses
             In place of ``scales``: the added norm over the mean residual norm at that layer on this prompt.
         operation
@@ -241,6 +256,7 @@ class AsyncLab:
             ``finish_reason``. ``frame.attrs["norms"]`` has the residual norms.
         """
         one_sample("sweep", sampling)
+        vector = vector_named(vector, self.vectors, "sweep")
         plan = lay_out(self.model, layers, vector, scales, operation, doses)
         if read_layer is not None:
             read_layer = check_layer(read_layer, self.model.layer_count)
@@ -272,7 +288,7 @@ class AsyncLab:
         layers: int | Sequence[int],
         reduce: str = "last",
         *,
-        directions: Mapping[str, Any] | None = None,
+        directions: Mapping[str, Any] | Sequence[str] | None = None,
         where: Where | str = "prompt",
         steering: SteeringSpec | None = None,
         chat_options: dict[str, Any] | None = None,
@@ -294,7 +310,7 @@ class AsyncLab:
             ``"last"``: the last chosen token. ``"mean"``: the mean over the chosen tokens. ``"norm"``: each token's
             norm. ``"projection"``: and its projections on ``directions``.
         directions
-            ``{name: vector}``, with ``"projection"``.
+            ``{name: vector}``, or names in :attr:`vectors`, with ``"projection"``.
         where
             Which tokens: ``"prompt"``, ``"answer"``, ``"all"``, ``Where.messages(…)``, ``Where.span(…)``. For a mean
             over whole prompts take ``Where("prompt").without_first_token()``: the first token's activation is often a
@@ -319,7 +335,7 @@ class AsyncLab:
             prompts,
             as_layers(layers, self.model.layer_count, "capture"),
             reduce,
-            directions=directions,
+            directions=directions_named(directions, self.vectors),
             where=where,
             steering=self.model.export_steering_spec() if steering is None else steering,
             chat_options=chat_options,

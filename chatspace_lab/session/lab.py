@@ -24,6 +24,7 @@ from chatspace_lab.session.history import History, Run, describe
 from chatspace_lab.session.job import CURRENT, INTERRUPTS, Bar, Job
 from chatspace_lab.session.start import StartDisplay, find_model
 from chatspace_lab.session.stream import LabStream
+from chatspace_lab.steering.names import directions_named
 from chatspace_lab.steering.specs import SteeringSpec
 
 if TYPE_CHECKING:
@@ -71,7 +72,8 @@ class LabSession:
     norms : dict of int to float
         Mean residual norm per layer on the prompt that was measured last.
     vectors : dict of str to vector
-        Named vectors and directions, for panels: put yours here, and find here what was made in a panel.
+        Named vectors and directions. Wherever a vector is taken, its name in here will do: ``lab.steer(16, "joy")``.
+        Panels offer these, and put here what is made in them.
 
     Raises
     ------
@@ -83,7 +85,6 @@ class LabSession:
 
     aio: AsyncLab
     partial: Any
-    vectors: dict[str, Any]
 
     def __new__(
         cls,
@@ -145,7 +146,6 @@ class LabSession:
         self._loop = started._loop
         self._closed = False
         self.aio = AsyncLab(started)
-        self.vectors = {}
         self.partial = None
 
     # -- facts -------------------------------------------------------------------------------------------------------
@@ -164,6 +164,15 @@ class LabSession:
     def norms(self) -> dict[int, float]:
         """Mean residual norm per layer on the prompt that was measured last; empty before."""
         return self.aio.norms
+
+    @property
+    def vectors(self) -> dict[str, Any]:
+        """Named vectors and directions; the async side and the engine have the same."""
+        return self.aio.vectors
+
+    @vectors.setter
+    def vectors(self, vectors: Mapping[str, Any]) -> None:
+        self.aio.vectors = dict(vectors)
 
     @property
     def model_name(self) -> str:
@@ -249,17 +258,20 @@ class LabSession:
     def frame(
         self,
         handles: CaptureHandle | Sequence[CaptureHandle],
-        directions: Mapping[str, Any] | None = None,
+        directions: Mapping[str, Any] | Sequence[str] | None = None,
         layers: Sequence[int] | int | None = None,
     ) -> pd.DataFrame:
-        """Return the token frame of captures (``analysis.token_frame``), fetched first if need be."""
+        """Return the token frame of captures (``analysis.token_frame``), fetched first if need be.
+
+        ``directions`` are ``{name: vector}``, or names in :attr:`vectors`.
+        """
         from chatspace_lab.analysis.frames import token_frame
         from chatspace_lab.capture import CaptureHandle
 
         several = [handles] if isinstance(handles, CaptureHandle) else list(handles)
         if any(getattr(handle, "state", None) != "fetched" for handle in several):
             self._call("fetch", lambda: self._model.fetch_captures_batch(several))
-        return token_frame(several, self.tokenizer, directions, layers)
+        return token_frame(several, self.tokenizer, directions_named(directions, self.vectors), layers)
 
     # -- panels ------------------------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from chatspace_lab.wire import LARGEST
 
 
 def _same(left: Any, right: Any) -> bool:
-    if isinstance(left, torch.Tensor):
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         return torch.equal(left, right)
     return bool(left == right)
 
@@ -56,6 +56,8 @@ class AddSpec(_ByValue):
     ----------
     vector
         ``[hidden_size]``, kept as given (not normalised) in a float32 CPU copy: editing the original changes nothing.
+        In a spec for a lab or a model, a name in its ``vectors`` will do, for every operation: the vector is looked up
+        when the spec is used.
     scale
         Factor, in units of the vector's own length.
     """
@@ -64,8 +66,10 @@ class AddSpec(_ByValue):
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "vector", as_vector(self.vector, "AddSpec.vector"))
         object.__setattr__(self, "scale", as_number(self.scale, "AddSpec.scale"))
+        if isinstance(self.vector, str):
+            return
+        object.__setattr__(self, "vector", as_vector(self.vector, "AddSpec.vector"))
         reach = abs(self.scale) * float(self.vector.abs().max())
         if reach > LARGEST:
             raise SteeringError(f"AddSpec: scale · vector reaches {reach:.3g}, at most {LARGEST:g} can be added")
@@ -88,7 +92,8 @@ class ProjectionCapSpec(_ByValue):
     max: float | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "vector", as_direction(self.vector, "ProjectionCapSpec.vector"))
+        if not isinstance(self.vector, str):
+            object.__setattr__(self, "vector", as_direction(self.vector, "ProjectionCapSpec.vector"))
         for name in ("min", "max"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, as_number(getattr(self, name), f"ProjectionCapSpec.{name}"))
@@ -114,7 +119,8 @@ class AblationSpec(_ByValue):
     scale: float = 0.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "vector", as_direction(self.vector, "AblationSpec.vector"))
+        if not isinstance(self.vector, str):
+            object.__setattr__(self, "vector", as_direction(self.vector, "AblationSpec.vector"))
         object.__setattr__(self, "scale", as_number(self.scale, "AblationSpec.scale"))
 
 

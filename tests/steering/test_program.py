@@ -69,6 +69,11 @@ def test_nothing_compiles_to_nothing() -> None:
     assert compile_spec(SteeringSpec.none(), layer_count=4, hidden_size=2, max_ops_per_layer=3) is None
 
 
+def test_names_are_looked_up_by_a_lab_alone() -> None:
+    with pytest.raises(SteeringError, match="names a vector, 'joy'; names are looked up by a lab or a model"):
+        compiled(SteeringSpec.at(1, AddSpec("joy", 2.0)))
+
+
 def test_operations_in_order_with_each_vector_once() -> None:
     spec = SteeringSpec(
         layers={

@@ -30,7 +30,7 @@ MAKERS: list[Callable[[Any], Any]] = [AddSpec, lambda v: ProjectionCapSpec(v, ma
         ([], r"shape \[hidden_size\], got shape \[0\]"),
         (torch.ones(2, 3), r"got shape \[2, 3\]"),
         (torch.tensor(1.0), r"got shape \[\]"),
-        ("vector", "vector of numbers"),
+        (b"vector", "vector of numbers"),
         (None, "vector"),
         ([object()], "vector of numbers"),
         ([True, False], "real numbers"),
