@@ -1,4 +1,4 @@
-"""Numbers on their way to the page: half precision with one factor, small enough for a saved notebook."""
+"""Numbers on their way to the page: float32, exactly as they were read, and few enough for a saved notebook."""
 
 from __future__ import annotations
 
@@ -11,31 +11,33 @@ MAX_BYTES, MIN_BYTES = 120_000, 20_000
 
 
 def pack(values: np.ndarray) -> dict[str, Any]:
-    """Return ``{"shape", "factor", "data"}``: ``data`` is float16, and ``value = data · factor``.
+    """Return ``{"shape", "data"}``, where ``data`` is little-endian float32.
+
+    Readings are float32, so nothing is rounded: each value is independent of the others, and an infinite one stays
+    infinite. NaN stands for a value that was not read.
 
     Parameters
     ----------
     values
-        Any shape; NaN is nothing to show. The factor is a power of two that brings the largest to at most 1, so that
-        nothing overflows and each value keeps 11 bits.
+        Any shape and float dtype; what float32 cannot hold becomes infinite.
     """
-    largest = float(np.abs(np.nan_to_num(values)).max()) if values.size else 0.0
-    factor = float(2.0 ** np.ceil(np.log2(largest))) if largest > 0 else 1.0
-    data = np.ascontiguousarray(values / factor, dtype="<f2").tobytes()
-    return {"shape": list(values.shape), "factor": factor, "data": data}
+    with np.errstate(over="ignore"):
+        data = np.ascontiguousarray(values, dtype="<f4").tobytes()
+    return {"shape": list(values.shape), "data": data}
 
 
 def unpack(packed: dict[str, Any]) -> np.ndarray:
-    """Return what :func:`pack` was given, to 11 bits, as float64."""
-    flat = np.frombuffer(packed["data"], dtype="<f2").astype("float64") * packed["factor"]
-    return flat.reshape(packed["shape"])
+    """Return what :func:`pack` was given, in float32 precision, as float64."""
+    return np.frombuffer(packed["data"], dtype="<f4").astype("float64").reshape(packed["shape"])
 
 
 def short(value: float | None) -> str:
     """Return a number in as few characters as say it."""
-    return "–" if value is None or not np.isfinite(value) else f"{value:.3g}"
+    if value is None or np.isnan(value):
+        return "–"
+    return f"{value:.3g}" if np.isfinite(value) else "∞" if value > 0 else "−∞"
 
 
 def tokens_that_fit(layers: int, tokens: int, characters: int = 0) -> int:
     """Return how many tokens' values one array may hold, of ``tokens``, beside texts of so many characters."""
-    return min(tokens, max(MAX_BYTES - characters, MIN_BYTES) // (2 * max(layers, 1)))
+    return min(tokens, max(MAX_BYTES - characters, MIN_BYTES) // (4 * max(layers, 1)))

@@ -45,7 +45,8 @@ def cap_range(projections: np.ndarray) -> tuple[float, float]:
     projections
         ``[layers, tokens]``; those of the first token are left out by the caller.
     """
-    reach = float(np.abs(projections).max()) * CAP_MARGIN if projections.size else 0.0
+    known = projections[np.isfinite(projections)]
+    reach = float(np.abs(known).max()) * CAP_MARGIN if known.size else 0.0
     if reach <= 0:
         return (-1.0, 1.0)
     step = 10.0 ** np.floor(np.log10(reach))

@@ -18,7 +18,7 @@ import numpy as np
 
 from chatspace_lab.panels.buffers import short, unpack
 
-BLUE, RED, GREY = (37, 99, 235), (220, 38, 38), "#888888"
+BLUE, RED, GREY, AMBER = (37, 99, 235), (220, 38, 38), "#888888", "#d97706"
 LINES = ("#2563eb", "#c2410c", "#15803d", "#9333ea", "#db2777", "#0e7490")
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 880, 210, 52, 8, 16, 26
 SHADES = 31
@@ -52,8 +52,12 @@ class Numbers:
         return self.projection[self.layers.index(layer)]
 
     def cosines(self) -> np.ndarray | None:
-        """Return x·u / |x|, ``[layers, tokens]``."""
-        return None if self.projection is None else self.projection / self.norm
+        """Return x·u / |x|, ``[layers, tokens]``; infinite where one of the two numbers is."""
+        if self.projection is None:
+            return None
+        with np.errstate(invalid="ignore", divide="ignore"):
+            values = self.projection / self.norm
+        return np.where(np.isinf(self.norm) & ~np.isnan(self.projection), np.inf, values)
 
     def per_message(self, layer: int, what: str) -> list[float]:
         """Return the mean ``"norm"`` or ``"cosine"`` of each message, without position 0; NaN if nothing is known."""
@@ -70,10 +74,19 @@ Sides = Mapping[str, Numbers | None]
 
 
 def largest(sides: Sides, layer: int) -> float:
-    """Return the largest size of x·u at a layer, of both sides and of all positions but 0."""
+    """Return the largest finite size of x·u at a layer, of both sides and of all positions but 0."""
     rows = [(side, side.along(layer)) for side in sides.values() if side is not None]
     parts = [row[max(1 - side.first, 0) :] for side, row in rows if row is not None]
-    return max((float(np.nan_to_num(np.abs(part)).max()) for part in parts if part.size), default=0.0)
+    return max((_largest(part) for part in parts), default=0.0)
+
+
+def overflowed(values: np.ndarray) -> np.ndarray:
+    """Return which of a layer's values were read and are not finite, ``[tokens]``: a row of only NaN was not read."""
+    return ~np.isfinite(values) & ~np.isnan(values).all()
+
+
+def _largest(values: np.ndarray) -> float:
+    return float(np.abs(values[np.isfinite(values)]).max(initial=0.0))
 
 
 def strength(value: float, most: float) -> float:
@@ -127,6 +140,9 @@ def projection_plot(sides: Sides, layers: Sequence[int], direction: str, pinned:
         if step == 1:
             dots = "".join(f"M{place}h0" for place in places)
             parts.append(f'<path d="{dots}" stroke="{colour}" stroke-width="4" stroke-linecap="round"/>')
+        for at in np.flatnonzero(overflowed(values)):
+            place = HEIGHT - BOTTOM - 2 if values[at] < 0 else TOP + 8
+            parts.append(_text(x(side.first + at), place, short(values[at]), colour=AMBER))
     if pinned is not None and first <= pinned < end:
         parts.append(f'<path d="M{x(pinned):.1f} {TOP}V{HEIGHT - BOTTOM}" stroke="{GREY}" stroke-width="1.5"/>')
     return image(_svg(HEIGHT, parts), f"projection per token on {direction}")
@@ -169,11 +185,11 @@ def heatmap(sides: Sides, direction: str) -> str:
         if side is not None and (values := side.cosines()) is not None and values.size
     }
     parts, top, size, wide = [], 4, 110, WIDTH - 118
-    sizes = [np.nan_to_num(np.abs(values[:, max(1 - side.first, 0) :])) for side, values in found.values()]
-    most = max((float(each.max(initial=0)) for each in sizes), default=0.0)
+    most = max((_largest(values[:, max(1 - side.first, 0) :]) for side, values in found.values()), default=0.0)
     for name, (side, values) in found.items():
         step = -(-values.shape[1] // wide)  # no more columns than pixels
-        data = base64.b64encode(png(values[::-1, ::step], most)).decode()
+        marked = np.where([overflowed(row) for row in values], np.inf, values)
+        data = base64.b64encode(png(marked[::-1, ::step], most)).decode()
         parts.append(_text(4, top + 14, name, "start"))
         parts.append(_text(4, top + 30, f"layers {side.layers[-1]} to {side.layers[0]}", "start"))
         parts.append(
@@ -188,12 +204,13 @@ def heatmap(sides: Sides, direction: str) -> str:
 def png(values: np.ndarray, most: float) -> bytes:
     """Return a PNG with a pixel per value, ``[rows, columns]``: zero and NaN transparent, negative red, positive blue.
 
-    Of a palette with :data:`SHADES` strengths on each side: a byte per pixel before compression.
+    Infinite ones are amber. Of a palette with :data:`SHADES` strengths on each side: a byte per pixel, compressed.
     """
-    sizes = np.round(np.clip(np.nan_to_num(values) / (most or 1.0), -1, 1) * SHADES).astype(int)
-    palette = [BLUE] * (SHADES + 1) + [RED] * SHADES
-    opacity = [round(255 * at / SHADES) for at in [*range(SHADES + 1), *range(1, SHADES + 1)]]
+    sizes = np.round(np.clip(np.nan_to_num(values, posinf=0, neginf=0) / (most or 1.0), -1, 1) * SHADES).astype(int)
+    palette = [BLUE] * (SHADES + 1) + [RED] * SHADES + [(217, 119, 6)]
+    opacity = [round(255 * at / SHADES) for at in [*range(SHADES + 1), *range(1, SHADES + 1), SHADES]]
     pixels = np.where(sizes < 0, SHADES - sizes, sizes).astype("u1")
+    pixels[np.isinf(values)] = len(palette) - 1
     rows, columns = pixels.shape
     lines = np.hstack([np.zeros((rows, 1), "u1"), pixels]).tobytes()  # each line begins with its filter: none
     chunks = [
@@ -248,8 +265,8 @@ def _bands_behind(sides: Sides, x: Any, first: int) -> list[str]:
     return parts
 
 
-def _text(x: float, y: float, text: str, anchor: str = "middle") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{GREY}">{html.escape(text)}</text>'
+def _text(x: float, y: float, text: str, anchor: str = "middle", colour: str = GREY) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}">{html.escape(text)}</text>'
 
 
 def _svg(height: int, parts: Sequence[str]) -> str:

@@ -6,8 +6,19 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from chatspace_lab.panels.buffers import short
-from chatspace_lab.panels.pictures import Numbers, heatmap, largest, message_plot, projection_plot, tint
+from chatspace_lab.panels.pictures import (
+    AMBER,
+    Numbers,
+    heatmap,
+    largest,
+    message_plot,
+    overflowed,
+    projection_plot,
+    tint,
+)
 from chatspace_lab.session.history import AS_TYPED
 
 MAX_TINTED = 2000
@@ -96,7 +107,7 @@ def _side(side: str, shown: Mapping[str, Any], numbers: Numbers | None, layer: i
     if not answer:
         return "".join([*parts, *(_message("user", html.escape(turn["user"])) for turn in turns)])
     values = None if numbers is None else numbers.along(layer)
-    row = () if values is None else values
+    row = () if values is None else np.where(overflowed(values), np.inf, values)
     plain_before = len(answer["texts"]) - MAX_TINTED // 2
 
     def tokens(start: int, end: int) -> str:
@@ -135,6 +146,8 @@ def _message(role: str, content: str, note: str = "") -> str:
 def _token(content: str, value: float, most: float) -> str:
     colour = tint(value, most)
     escaped = html.escape(content)
+    if value == np.inf and content:
+        return f"<span style='border-bottom: 3px double {AMBER}' title='not finite'>{escaped}</span>"
     return f"<span style='background-color:{colour}'>{escaped}</span>" if colour and content else escaped
 
 

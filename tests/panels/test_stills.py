@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import io
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -141,7 +142,30 @@ def test_numbers_of_plots_are_those_of_the_answer() -> None:
         assert "&lt;v&gt;" in image
     assert Numbers.of({}) is None
     assert heatmap({"baseline": None, "steered": None}, "v") == ""
-    assert [short(value) for value in (None, float("nan"), 0.12345, -3)] == ["–", "–", "0.123", "-3"]
+    assert [short(value) for value in (None, np.nan, 0.12345, -3, np.inf)] == ["–", "–", "0.123", "-3", "∞"]
+
+
+def test_a_value_that_is_not_finite_is_marked_and_changes_no_other() -> None:
+    values = np.array([[900.0, 1.0, np.inf, 4.0], [np.nan] * 4])
+    norms = np.full((2, 4), 8.0)
+    norms[0, 1] = np.inf
+    broken = {**answer(), "projection": pack(values), "norm": pack(norms)}
+    html = stills.steering("cl-of-1", panel(baseline=broken, steered=broken))
+    assert html.count("border-bottom: 3px double #d97706' title='not finite'> an</span>") == 2
+    assert html.count("background-color:#2563eb9e'>swer</span>") == 2  # full strength of 4, as without the other
+    numbers = Numbers.of(broken)
+    assert numbers is not None
+    assert largest({"steered": numbers}, 4) == 4.0
+    assert largest({"steered": numbers}, 7) == 0.0
+    cosines = numbers.cosines()
+    assert cosines is not None
+    np.testing.assert_array_equal(cosines[0], [112.5, np.inf, np.inf, 0.5])
+    assert np.isnan(cosines[1]).all()
+    assert numbers.per_message(4, "cosine")[1] == 0.5
+    svg = base64.b64decode(projection_plot({"steered": numbers}, [4], "v", None).partition("base64,")[2][:-2]).decode()
+    assert svg.count("∞") == 1
+    with Image.open(io.BytesIO(png(np.array([[1.0, np.inf, -1.0]]), 1.0))) as image:
+        assert np.asarray(image.convert("RGBA"))[0, :, :3].tolist() == [[37, 99, 235], [217, 119, 6], [220, 38, 38]]
 
 
 def test_a_png_has_a_pixel_per_value() -> None:

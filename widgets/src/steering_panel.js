@@ -3,7 +3,7 @@
 import { chatPane } from "./lib/chat.js";
 import { assign, fill, h, numberField, setNumber, write } from "./lib/dom.js";
 import { layerStrip } from "./lib/layers.js";
-import { largest, numbersOf, parting, projectionsAt } from "./lib/numbers.js";
+import { largest, numbersOf, overflowed, parting, projectionsAt } from "./lib/numbers.js";
 import { followOutputs } from "./lib/outputs.js";
 import { colourLegend, drawPlot } from "./lib/plots.js";
 import { rowView } from "./lib/row.js";
@@ -217,12 +217,19 @@ function render({ model, el }) {
   function drawTints() {
     const layer = view().layers[0];
     const top = largest([sides.baseline.numbers, sides.steered.numbers], [layer]);
+    let infinite = 0;
     for (const side of /** @type {const} */ (["baseline", "steered"])) {
       const { numbers } = sides[side];
       const values = projectionsAt(numbers, layer);
-      panes[side].tint((position) => (values && numbers ? values[position - numbers.first] ?? NaN : NaN), top);
+      panes[side].tint((position) => {
+        const at = numbers ? position - numbers.first : -1;
+        if (!overflowed(values, at)) return values?.[at] ?? NaN;
+        infinite += 1;
+        return Infinity;
+      }, top);
     }
-    fill(legend, ...(top > 0 ? [colourLegend(top, `projection on ${view().direction} at layer ${layer}, in units of the residual stream`)] : []));
+    const marked = infinite ? `; ${infinite} underlined in amber: not finite` : "";
+    fill(legend, ...(top > 0 ? [colourLegend(top, `projection on ${view().direction} at layer ${layer}, in units of the residual stream${marked}`)] : []));
   }
 
   /** What is shown belongs to other values than those of the controls: grey it. */

@@ -30,7 +30,6 @@ export interface Row {
 
 export interface Packed {
   shape: number[];
-  factor: number;
   data: DataView;
 }
 

@@ -2,24 +2,20 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 import { pixel, strength, tint } from "../src/lib/colours.js";
-import { bandMean, cosines, fromHalf, largest, madeWith, notAnswered, numbersOf, parting, perMessage, unpack } from "../src/lib/numbers.js";
+import { bandMean, cosines, largest, leftOut, madeWith, notAnswered, numbersOf, overflowed, parting, perMessage, unpack } from "../src/lib/numbers.js";
 import { fraction, keyMove, levelOf, ranges, short, ticks, valueAt, withRange } from "../src/lib/scales.js";
 import { cellAt, dosesFrom, mostEffect } from "../src/lib/sweeps.js";
 
-/** @param {number[][]} rows float16 bits @param {number} factor */
-function packed(rows, factor) {
-  const data = new DataView(new ArrayBuffer(rows.flat().length * 2));
-  rows.flat().forEach((bits, at) => data.setUint16(2 * at, bits, true));
-  return { shape: [rows.length, rows[0].length], factor, data };
+/** @param {number[][]} rows */
+function packed(rows) {
+  const data = new DataView(new ArrayBuffer(rows.flat().length * 4));
+  rows.flat().forEach((value, at) => data.setFloat32(4 * at, value, true));
+  return { shape: [rows.length, rows[0].length], data };
 }
-
-const ONE = 0x3c00;
-const TWO = 0x4000;
-const MINUS_ONE = 0xbc00;
 
 /** @param {Partial<import("../src/types").Answer>} fields @returns {import("../src/types").Answer} */
 function answer(fields) {
-  return { number: 1, messages: [], text: "", finish: null, prompt: 2, first: 0, ids: [5, 6, 7, 8], texts: [], head: "", bands: [], layers: [3, 9], direction: "d", norm: packed([[TWO, TWO, ONE], [ONE, ONE, ONE]], 4), projection: packed([[ONE, MINUS_ONE, ONE], [ONE, ONE, 0]], 2), ...fields };
+  return { number: 1, messages: [], text: "", finish: null, prompt: 2, first: 0, ids: [5, 6, 7, 8], texts: [], head: "", bands: [], layers: [3, 9], direction: "d", norm: packed([[8, 8, 4], [4, 4, 4]]), projection: packed([[2, -2, 2], [2, 2, 0]]), ...fields };
 }
 
 test("a value's place on a slider and back", () => {
@@ -65,11 +61,27 @@ test("colours are nothing at zero, red below and blue above", () => {
   assert.deepEqual(pixel(-3, 3), [220, 38, 38, 255]);
 });
 
-test("half precision is read as IEEE 754 says", () => {
-  assert.deepEqual([0x3c00, 0xc000, 0x0000, 0x7bff, 0x0001, 0x0400, 0x3555].map(fromHalf), [1, -2, 0, 65504, 2 ** -24, 2 ** -14, 0.333251953125]);
-  assert.ok(Number.isNaN(fromHalf(0x7e00)));
-  assert.deepEqual(unpack(packed([[ONE, TWO]], 8)), [new Float32Array([8, 16])]);
+test("values come as float32, whatever stands beside them", () => {
+  const values = [25057, 0.01, 1e-30, 3e38, Infinity, -Infinity, NaN];
+  assert.deepEqual(unpack(packed([values])), [new Float32Array(values)]);
   assert.equal(unpack(null), null);
+});
+
+test("a value that is not finite is marked and changes no other", () => {
+  const numbers = numbersOf(answer({ norm: packed([[8, Infinity, 4], [4, 4, 4]]), projection: packed([[9, 2, Infinity], [NaN, NaN, NaN]]) }));
+  assert.ok(numbers?.projection);
+  assert.equal(largest([numbers], [3, 9]), 2);
+  assert.deepEqual([0, 1, 2, 3, -1].map((at) => overflowed(numbers.projection?.[0] ?? null, at)), [false, false, true, false, false]);
+  assert.equal(overflowed(numbers.projection[1], 1), false, "a row of only NaN was not read");
+  assert.equal(overflowed(new Float32Array([1, NaN]), 1), true);
+  assert.deepEqual([...cosines(numbers, 0)], [1.125, Infinity, Infinity]);
+  assert.ok(cosines(numbers, 1).every(Number.isNaN));
+  const band = { message: 0, role: "user", start: 0, end: 3 };
+  assert.equal(leftOut(numbers.norm[0], 0, band), 1);
+  assert.deepEqual(perMessage(numbers, 3, [band], "norm"), [4]);
+  assert.deepEqual(pixel(-Infinity, 1), [217, 119, 6, 255]);
+  assert.equal(tint(Infinity, 1), "transparent");
+  assert.deepEqual([Infinity, -Infinity].map(short), ["∞", "−∞"]);
 });
 
 test("answers part at their first different token", () => {
@@ -85,7 +97,7 @@ test("answers part at their first different token", () => {
 test("the largest value leaves out position 0", () => {
   const numbers = numbersOf(answer({}));
   assert.equal(largest([numbers, null], [9]), 2);
-  assert.equal(largest([numbersOf(answer({ projection: packed([[TWO, 0, 0], [ONE, ONE, 0]], 2) }))], [3]), 0);
+  assert.equal(largest([numbersOf(answer({ projection: packed([[4, 0, 0], [2, 2, 0]]) }))], [3]), 0);
 });
 
 test("a message's mean leaves out position 0 and what is not known", () => {

@@ -138,10 +138,10 @@ MIB = 1 << 20
 
 def test_the_state_of_a_long_conversation_stays_below_a_mebibyte(panel: Panel) -> None:
     panel.kernel.run("import ipywidgets.embed, json")
-    for sentences in (125, 142):  # as long as all of it is kept, and longer
+    for sentences in (60, 80):  # as long as all of it is kept, and longer
         tokens = panel.show_long(sentences)
         expect(panel.token(tokens)).to_be_visible()
-        assert (panel.value("panel.steered['first']") == 0) == (sentences == 125)
+        assert (panel.value("panel.steered['first']") == 0) == (sentences == 60)
         # as a notebook holds them: the state with its buffers in base64 and the front end, and the output beside it
         panel.kernel.run("panel._now(panel._displays.update)")
         state = panel.value("len(json.dumps(ipywidgets.embed.dependency_state([panel])))")

@@ -147,12 +147,13 @@ export function chatPane(side, calls) {
       const open = notAnswered(known, turns.map((turn) => turn.user));
       fill(waiting, ...open.map((text) => h("div", { class: "cl-message", "data-role": "user" }, h("span", { class: "cl-role" }, "user"), h("div", { class: "cl-text" }, text))));
     },
-    /** @param {(position: number) => number} valueOf NaN where nothing is known @param {number} most */
+    /** @param {(position: number) => number} valueOf NaN where nothing is known, infinite where it is not finite @param {number} most */
     tint(valueOf, most) {
       for (const [position, span] of spans) {
         const value = valueOf(position);
         span.style.backgroundColor = tint(value, most);
-        span.classList.toggle("cl-negative", value < -0.25 * most);
+        span.classList.toggle("cl-negative", Number.isFinite(value) && value < -0.25 * most);
+        span.classList.toggle("cl-overflow", Math.abs(value) === Infinity);
       }
     },
     /** @param {number | null} pinned @param {number | null} hovered */

@@ -20,8 +20,12 @@ export function tint(value, most) {
   return `rgba(${value < 0 ? RED : BLUE}, ${(size * 0.62).toFixed(3)})`;
 }
 
-/** Red, green, blue and opacity of a heatmap's cell, 0 to 255. @param {number} value @param {number} most @returns {[number, number, number, number]} */
+/** Of what is not finite: no value has this colour. */
+const AMBER = [217, 119, 6, 255];
+
+/** Red, green, blue and opacity of a heatmap's cell, 0 to 255; amber where it is not finite. @param {number} value @param {number} most @returns {[number, number, number, number]} */
 export function pixel(value, most) {
+  if (Math.abs(value) === Infinity) return /** @type {[number, number, number, number]} */ (AMBER);
   const size = strength(value, most);
   return value < 0 ? [220, 38, 38, Math.round(size * 255)] : [37, 99, 235, Math.round(size * 255)];
 }

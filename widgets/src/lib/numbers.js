@@ -5,17 +5,7 @@
 /** @typedef {import("../types").Numbers} Numbers */
 /** @typedef {import("../types").Packed} Packed */
 
-/** A half-precision number. @param {number} bits */
-export function fromHalf(bits) {
-  const sign = bits & 0x8000 ? -1 : 1;
-  const exponent = (bits >> 10) & 0x1f;
-  const rest = bits & 0x3ff;
-  if (exponent === 0) return sign * rest * 2 ** -24;
-  if (exponent === 31) return rest ? NaN : sign * Infinity;
-  return sign * (1 + rest / 1024) * 2 ** (exponent - 15);
-}
-
-/** @param {Packed | null} packed @returns {Float32Array[] | null} a row per layer */
+/** @param {Packed | null} packed float32, little-endian @returns {Float32Array[] | null} a row per layer */
 export function unpack(packed) {
   if (!packed) return null;
   const [layers = 0, tokens = 0] = packed.shape;
@@ -23,9 +13,7 @@ export function unpack(packed) {
   const rows = [];
   for (let layer = 0; layer < layers; layer += 1) {
     const row = new Float32Array(tokens);
-    for (let at = 0; at < tokens; at += 1) {
-      row[at] = fromHalf(data.getUint16(2 * (layer * tokens + at), true)) * packed.factor;
-    }
+    for (let at = 0; at < tokens; at += 1) row[at] = data.getFloat32(4 * (layer * tokens + at), true);
     rows.push(row);
   }
   return rows;
@@ -60,7 +48,7 @@ export function projectionsAt(numbers, layer) {
   return at < 0 ? null : numbers.projection[at];
 }
 
-/** The largest size among values but that of position 0, which is many times larger. @param {(Numbers | null)[]} sides @param {number[]} layers */
+/** The largest finite size among values but that of position 0, which is many times larger. @param {(Numbers | null)[]} sides @param {number[]} layers */
 export function largest(sides, layers) {
   let most = 0;
   for (const numbers of sides) {
@@ -68,14 +56,21 @@ export function largest(sides, layers) {
       const values = projectionsAt(numbers, layer);
       if (!values || !numbers) continue;
       for (let at = 0; at < values.length; at += 1) {
-        if (numbers.first + at > 0 && Math.abs(values[at]) > most) most = Math.abs(values[at]);
+        const size = Math.abs(values[at]);
+        if (numbers.first + at > 0 && Number.isFinite(size) && size > most) most = size;
       }
     }
   }
   return most;
 }
 
-/** Mean of values over a band of positions but position 0; NaN if none is known. @param {Float32Array} values @param {number} first @param {Band} band */
+/** Whether a value was read and is not finite: NaN at a layer where others are known, or infinite. A row of nothing but NaN was not read. @param {Float32Array | null} values @param {number} at */
+export function overflowed(values, at) {
+  if (!values || at < 0 || at >= values.length || Number.isFinite(values[at])) return false;
+  return !Number.isNaN(values[at]) || values.some((each) => !Number.isNaN(each));
+}
+
+/** Mean of the finite values over a band of positions but position 0; NaN if there is none. @param {Float32Array} values @param {number} first @param {Band} band */
 export function bandMean(values, first, band) {
   let sum = 0;
   let count = 0;
@@ -89,19 +84,31 @@ export function bandMean(values, first, band) {
   return count ? sum / count : NaN;
 }
 
-/** Norm or cosine of each message at a layer: the mean over its tokens. @param {Numbers | null} numbers @param {number} layer @param {Band[]} bands @param {"norm" | "cosine"} what @returns {number[]} */
-export function perMessage(numbers, layer, bands, what) {
-  const at = numbers ? numbers.layers.indexOf(layer) : -1;
-  if (!numbers || at < 0 || (what === "cosine" && !numbers.projection)) return bands.map(() => NaN);
-  const values = what === "norm" ? numbers.norm[at] : cosines(numbers, at);
-  return bands.map((band) => bandMean(values, numbers.first, band));
+/** How many values of a band of positions but position 0 were read and are not finite. @param {Float32Array} values @param {number} first @param {Band} band */
+export function leftOut(values, first, band) {
+  let count = 0;
+  for (let position = Math.max(band.start, first, 1); position < band.end; position += 1) count += Number(overflowed(values, position - first));
+  return count;
 }
 
-/** Cosine of each token with the direction at a layer, given by its index. @param {Numbers} numbers @param {number} index */
+/** Norm or cosine of each message at a layer: the mean over its tokens. @param {Numbers | null} numbers @param {number} layer @param {Band[]} bands @param {"norm" | "cosine"} what @returns {number[]} */
+export function perMessage(numbers, layer, bands, what) {
+  const values = valuesOf(numbers, layer, what);
+  return bands.map((band) => (numbers && values ? bandMean(values, numbers.first, band) : NaN));
+}
+
+/** @param {Numbers | null} numbers @param {number} layer @param {"norm" | "cosine"} what @returns {Float32Array | null} */
+export function valuesOf(numbers, layer, what) {
+  const at = numbers ? numbers.layers.indexOf(layer) : -1;
+  if (!numbers || at < 0 || (what === "cosine" && !numbers.projection)) return null;
+  return what === "norm" ? numbers.norm[at] : cosines(numbers, at);
+}
+
+/** Cosine of each token with the direction at a layer, given by its index; infinite where one of the two numbers is. @param {Numbers} numbers @param {number} index */
 export function cosines(numbers, index) {
   const norm = numbers.norm[index];
   const projection = numbers.projection ? numbers.projection[index] : new Float32Array(norm.length).fill(NaN);
-  return projection.map((value, at) => value / norm[at]);
+  return projection.map((value, at) => (Number.isFinite(norm[at]) || Number.isNaN(value) ? value / norm[at] : Infinity));
 }
 
 /** Which users' messages are not in an answer yet: all from the first that differs. @param {string[]} shown @param {string[]} users */

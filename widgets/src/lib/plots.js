@@ -2,7 +2,7 @@
 
 import { GREY, LINES, pixel } from "./colours.js";
 import { fill, h, s } from "./dom.js";
-import { cosines, perMessage, projectionsAt } from "./numbers.js";
+import { cosines, leftOut, overflowed, perMessage, projectionsAt, valuesOf } from "./numbers.js";
 import { short, ticks } from "./scales.js";
 
 /** @typedef {import("../types").Band} Band */
@@ -88,6 +88,7 @@ function projectionPlot(scene) {
         { "data-side": name, "data-layer": layer, "data-points": points.length },
         s("path", { d: points.length ? `M${points.join("L")}` : "", fill: "none", stroke: colour, "stroke-width": 1.2, "stroke-dasharray": index ? `${2 + 2 * index} 2` : null }),
         s("path", { d: points.map((point) => `M${point}h0`).join(""), stroke: colour, "stroke-width": 4, "stroke-linecap": "round" }),
+        ...[...(values ?? [])].flatMap((value, at) => (side && overflowed(values, at) ? [s("text", { x: x(side.first + at), y: value < 0 ? HEIGHT - BOTTOM - 2 : TOP + 8, "text-anchor": "middle", class: "cl-tick cl-not-finite", "data-position": side.first + at }, short(value), s("title", {}, `${name}, layer ${layer}, position ${side.first + at}: not finite`))] : [])),
       );
     }),
   );
@@ -122,6 +123,12 @@ function messagePlot(scene, what) {
     { side: "baseline", layer, colour: GREY, values: perMessage(scene.baseline, layer, scene.baselineBands, what) },
     { side: "steered", layer, colour: LINES[index % LINES.length], values: perMessage(scene.steered, layer, scene.bands, what) },
   ]);
+  const left = (/** @type {string} */ side, /** @type {number} */ layer, /** @type {Band} */ band) => {
+    const numbers = side === "baseline" ? scene.baseline : scene.steered;
+    const values = valuesOf(numbers, layer, what);
+    const count = numbers && values ? leftOut(values, numbers.first, band) : 0;
+    return count ? `, without ${count} that ${count === 1 ? "is" : "are"} not finite` : "";
+  };
   const known = bars.flatMap((each) => each.values).filter(Number.isFinite);
   let low = Math.min(0, ...known);
   let high = Math.max(0, ...known);
@@ -144,7 +151,7 @@ function messagePlot(scene, what) {
           y: Math.min(y(shown), y(0)), height: Math.abs(y(shown) - y(0)), fill: bar.colour,
           "data-side": bar.side, "data-layer": bar.layer, "data-message": band.message, "data-value": Number.isFinite(value) ? value.toPrecision(5) : "",
         },
-        s("title", {}, `${bar.side}, layer ${bar.layer}, ${band.role}: ${short(value)}`),
+        s("title", {}, `${bar.side}, layer ${bar.layer}, ${band.role}: ${short(value)}${left(bar.side, bar.layer, band)}`),
       );
     });
     const pinned = scene.pinned !== null && scene.pinned >= band.start && scene.pinned < band.end;
@@ -180,7 +187,7 @@ function heatmap(scene, name) {
     const most = heatMost(scene);
     rows.forEach((row, index) => {
       const line = rows.length - 1 - index;
-      row.forEach((value, at) => image.data.set(pixel(value, most), 4 * (line * tokens + at)));
+      row.forEach((value, at) => image.data.set(pixel(overflowed(row, at) ? Infinity : value, most), 4 * (line * tokens + at)));
     });
     context.putImageData(image, 0, 0);
   }
@@ -213,7 +220,7 @@ function heatMost(scene) {
     if (!numbers || !numbers.projection) continue;
     numbers.layers.forEach((_, index) =>
       cosines(numbers, index).forEach((value, at) => {
-        if (numbers.first + at > 0 && Math.abs(value) > most) most = Math.abs(value);
+        if (numbers.first + at > 0 && Number.isFinite(value) && Math.abs(value) > most) most = Math.abs(value);
       }),
     );
   }
@@ -222,7 +229,8 @@ function heatMost(scene) {
 
 /** @param {Scene} scene */
 function heatLegend(scene) {
-  return colourLegend(heatMost(scene), "cosine; lines mark the layers shown elsewhere");
+  const infinite = [scene.baseline, scene.steered].some((numbers) => numbers?.projection && numbers.layers.some((_, index) => cosines(numbers, index).some((value) => Math.abs(value) === Infinity)));
+  return colourLegend(heatMost(scene), `cosine; lines mark the layers shown elsewhere${infinite ? "; amber: not finite" : ""}`);
 }
 
 /** @param {number} most @param {string} what */

@@ -46,6 +46,7 @@ export function keyMove(value, key, shift, step, low, high) {
 /** A number in as few characters as say it. @param {number | null | undefined} value */
 export function short(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
   const size = Math.abs(value);
   if (size !== 0 && (size >= 1e5 || size < 1e-3)) return value.toExponential(1);
   return String(Number(value.toPrecision(3)));
