@@ -1,6 +1,6 @@
 import js from "@eslint/js";
 
-const browser = ["document", "window", "navigator", "requestAnimationFrame", "setTimeout", "getSelection", "Node", "Element", "HTMLElement", "SVGElement"];
+const browser = ["document", "window", "CustomEvent", "navigator", "requestAnimationFrame", "setTimeout", "getSelection", "Node", "Element", "HTMLElement", "SVGElement"];
 const html = "a model's text must never be read as HTML: make text nodes";
 
 export default [

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from chatspace_lab.panels.answers import Answer
 from chatspace_lab.panels.asked import Asked
 from chatspace_lab.panels.buffers import short
 from chatspace_lab.panels.code import code_of
-from chatspace_lab.panels.doses import dose_per_scale, first_difference
+from chatspace_lab.panels.doses import doses_of, first_difference
 from chatspace_lab.panels.rows import Row, where_name
 from chatspace_lab.session.history import ranges
 
@@ -58,7 +58,7 @@ def made(asked: Asked, side: str, norms: Mapping[int, float]) -> str:
 
 def steps_of(asked: Asked, norms: Mapping[int, float]) -> str:
     """Return the operations in words, with layers and doses."""
-    steps = [_step(row, dose_per_scale(row, asked.vectors, norms)) for row in asked.rows if row.acts]
+    steps = [_step(row, doses_of(row, asked.vectors, norms)) for row in asked.rows if row.acts]
     return " + ".join(steps) or "not steered"
 
 
@@ -67,10 +67,22 @@ def drawn(asked: Asked) -> str:
     return f"seed {asked.sampling.seed} · T {asked.sampling.temperature:g}"
 
 
-def _step(row: Row, unit: float | None) -> str:
+def _step(row: Row, doses: Mapping[int, float] | None) -> str:
     if row.operation == "cap":
         low = "−∞" if row.min is None else short(row.min)
         what = f"cap {row.vector} [{low}, {'∞' if row.max is None else short(row.max)}]"
     else:
-        what = f"{row.operation} {short(row.scale)}·{row.vector}"
-    return f"{what} @ {ranges(list(row.layers))}{'' if unit is None else f' · dose {short(row.scale * unit)}'}"
+        what = f"{row.operation} {between([row.scale_at(layer) for layer in row.layers])}·{row.vector}"
+    return f"{what} @ {ranges(list(row.layers))}{'' if doses is None else f' · dose {_dose(list(doses.values()))}'}"
+
+
+def _dose(doses: Sequence[float]) -> str:
+    if len(doses) == 1:
+        return short(doses[0])
+    return f"{between(doses)} at each layer, {short(sum(doses))} together"
+
+
+def between(values: Sequence[float]) -> str:
+    """Return one number, or the least and the largest of several, in as few characters as say it."""
+    ends = list(dict.fromkeys([short(min(values)), short(max(values))]))
+    return ends[0] if len(ends) == 1 else f"({' to '.join(ends)})"

@@ -90,7 +90,7 @@ class Row:
         RequestError, SteeringError
             Naming the field that does not exist or cannot be used.
         """
-        unknown = set(patch) - {"vector", "operation", "layers", "scale", "min", "max", "muted"}
+        unknown = set(patch) - {"vector", "operation", "layers", "scale", "factors", "min", "max", "muted"}
         if unknown:
             raise RequestError(f"a row has no {', '.join(sorted(unknown))}")
         changed = dict(patch)

@@ -7,11 +7,12 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from chatspace_lab.errors import RequestError
+from chatspace_lab.panels.doses import at_dose, at_layers, doses_of
 from chatspace_lab.panels.rows import Row, free_id, rows_of, spec_of
 from chatspace_lab.panels.vectors import frozen, layers_with, same, snapshot, usable, variables
 from chatspace_lab.steering.program import check_layer
 from chatspace_lab.steering.specs import SteeringSpec
-from chatspace_lab.steering.vectors import as_list
+from chatspace_lab.steering.vectors import as_list, as_number
 from chatspace_lab.steering.where import Where, as_where
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ class SessionRows:
         Starts a coroutine whose errors are shown.
     guarded
         Calls a function whose errors are shown.
+    norms
+        Returns the residual's norm per layer, for doses.
 
     Attributes
     ----------
@@ -44,8 +47,11 @@ class SessionRows:
         changed: Callable[[bool], None],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         guarded: Callable[..., None],
+        norms: Callable[[], Mapping[int, float]],
     ) -> None:
         self._lab, self._changed, self._spawn, self._guarded = lab, changed, spawn, guarded
+        self._norms = norms
+        self._last_doses: dict[str, float] = {}  # of rows whose last layer was taken away, for the next one
         self.rows: tuple[Row, ...] = ()
         self.where = Where()
         self._taken: dict[str, Any] = {}  # the rows' vectors as the steering has them
@@ -101,9 +107,30 @@ class SessionRows:
         return row
 
     def edit(self, name: str, patch: Mapping[str, Any]) -> None:
-        """Change some fields of a row."""
+        """Change some fields of a row. An addition keeps its dose at other layers; ``"dose"`` sets it at each layer.
+
+        Raises
+        ------
+        RequestError, SteeringError
+        """
         at = self._index(name)
-        self.replace([*self.rows[:at], self.rows[at].edited(patch), *self.rows[at + 1 :]])
+        self.replace([*self.rows[:at], self._edited(self.rows[at], patch), *self.rows[at + 1 :]])
+
+    def _edited(self, before: Row, patch: Mapping[str, Any]) -> Row:
+        vectors, norms = self._lab.vectors, self._norms()
+        fields = {name: value for name, value in patch.items() if name != "dose"}
+        row = before.edited(fields)
+        if "dose" in patch:
+            return at_dose(row, as_number(patch["dose"], f"row {row.vector!r}: dose"), vectors, norms)
+        if row.operation != "add" or "scale" in patch or row.layers == before.layers:
+            return row
+        if before.layers and not row.layers:
+            doses = doses_of(before, vectors, norms)
+            if doses:
+                self._last_doses[row.id] = sum(doses.values()) / len(doses)
+        if not before.layers and row.id in self._last_doses:
+            return at_dose(row, self._last_doses.pop(row.id), vectors, norms)
+        return at_layers(row, before, vectors, norms)
 
     def remove(self, name: str) -> None:
         """Take a row away."""

@@ -116,7 +116,7 @@ class SteeringPanel(Panel):
         self._now(self._begin)
 
     def _begin(self) -> None:
-        self._book = SessionRows(self._lab, self._book_changed, self._spawn, self._guarded)
+        self._book = SessionRows(self._lab, self._book_changed, self._spawn, self._guarded, lambda: self._norms)
         self._offer()
         self._book.follow(self._lab.export_steering_spec())
         if not self._norms:

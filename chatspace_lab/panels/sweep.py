@@ -12,6 +12,7 @@ import traitlets
 from chatspace_lab.engine.together import ended
 from chatspace_lab.errors import RequestError
 from chatspace_lab.panels import stills
+from chatspace_lab.panels.asked import Sampling
 from chatspace_lab.panels.base import Panel, sentence, static
 from chatspace_lab.panels.vectors import layers_with, snapshot, usable, variables
 from chatspace_lab.session.sweep import Cell, Grid, lay_out
@@ -27,6 +28,7 @@ POLL_S = 0.15
 """The grid is drawn at most this often."""
 VALUES = {"add": (-1.0, -0.5, -0.25, 0.25, 0.5, 1.0), "ablate": (0.0, 0.5)}
 """What is swept at first: doses that are added, or how much of the component is kept."""
+SAMPLING = ("max_tokens", "seed", "temperature")
 MAX_CHARACTERS = 200_000
 """Of all texts of a grid in the page."""
 REPETITIVE = 0.5
@@ -96,7 +98,7 @@ class SweepPanel(Panel):
             "prompt": "Tell me about rivers." if prompt is None else prompt,
             "max_tokens": max_tokens,
             "seed": seed,
-            "temperature": as_number(temperature, "sweep: temperature"),
+            "temperature": temperature,
         }
         super().__init__(lab, plan={**plan, **_checked(plan, lab)}, run={"status": "idle", "number": 0}, **traits)
         self.frame: pd.DataFrame | None = None
@@ -115,7 +117,13 @@ class SweepPanel(Panel):
     # -- from Python -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Run the grid; returns at once."""
+        """Run the grid; returns at once.
+
+        Raises
+        ------
+        RequestError, SteeringError
+            If it cannot be run as planned. What runs, and what has been run, stays then.
+        """
         self._now(self._start)
 
     def stop(self) -> None:
@@ -148,11 +156,10 @@ class SweepPanel(Panel):
         unknown = set(patch) - set(self.plan)
         if unknown:
             raise RequestError(f"a sweep has no {', '.join(sorted(unknown))}, only {', '.join(self.plan)}")
+        checked = _checked(patch, self._lab)
         operation = patch.get("operation", self.plan["operation"])
-        if operation not in VALUES:
-            raise RequestError(f"a sweep's operation is one of {', '.join(VALUES)}")
         fresh = {} if operation == self.plan["operation"] else {"doses": list(VALUES[operation])}
-        self.plan = {**self.plan, **fresh, **patch, **_checked(patch, self._lab)}
+        self.plan = {**self.plan, **fresh, **checked}
 
     def _offer(self) -> None:
         size = self._lab.hidden_size
@@ -165,10 +172,30 @@ class SweepPanel(Panel):
         self._stop()
 
     def _start(self) -> None:
+        plan, vector = self._ready()
         self._stop()
         self._number += 1
         self._quiet.clear()
-        self._task = self._thread.loop.create_task(self._sweep(self._number, self._task))
+        self._task = self._thread.loop.create_task(self._sweep(self._number, plan, vector, self._task))
+
+    def _ready(self) -> tuple[dict[str, Any], Any]:
+        """Return the plan and its vector as they are now, checked before anything is run or thrown away."""
+        plan, lab = dict(self.plan), self._lab
+        name, layers = plan["vector"], plan["layers"]
+        if not layers:
+            raise RequestError("sweep: choose at least one layer")
+        if name is None:
+            raise RequestError("sweep: choose a vector first")
+        found = {**variables(lab.hidden_size), **lab.vectors}
+        if name not in found:
+            raise RequestError(f"there is no vector {name!r} among the notebook's variables and lab.vectors")
+        vector = snapshot(found[name], lab.hidden_size, name)
+        known = layers_with(vector)
+        missing = [] if known is None else [layer for layer in layers if layer not in known]
+        if missing:
+            raise RequestError(f"{name!r} has no vector for layers {missing}, only for {known}")
+        lab.model.prepare(_messages(plan), chat=True, **_sampling(plan))
+        return plan, vector
 
     def _stop(self) -> None:
         if self._task is not None and not self._task.done():
@@ -180,14 +207,13 @@ class SweepPanel(Panel):
             if status != "running":
                 self._quiet.set()
 
-    async def _sweep(self, number: int, before: asyncio.Task[None] | None) -> None:
+    async def _sweep(self, number: int, plan: dict[str, Any], vector: Any, before: asyncio.Task[None] | None) -> None:
         if before is not None:
             await asyncio.wait([before])
-        plan = dict(self.plan)
         self.cells, self.chosen, self.frame = [], None, None
         self._tell(number, "running", total=len(plan["layers"]) * len(plan["doses"]), done=0, plan=plan)
         try:
-            await self._fill(number, plan)
+            await self._fill(number, plan, vector)
         except asyncio.CancelledError:
             self._tell(number, "stopped", done=len(self.cells), total=self.run.get("total", 0))
             raise
@@ -197,23 +223,10 @@ class SweepPanel(Panel):
             return
         self._tell(number, "done", done=len(self.cells), total=len(self.cells), reference=self.run.get("reference"))
 
-    async def _fill(self, number: int, plan: dict[str, Any]) -> None:
-        lab, name = self._lab, plan["vector"]
-        if name is None:
-            raise RequestError("choose a vector first")
-        found = {**variables(lab.hidden_size), **lab.vectors}
-        if name not in found:
-            raise RequestError(f"there is no vector {name!r} among the notebook's variables and lab.vectors")
-        vector = snapshot(found[name], lab.hidden_size, name)
-        messages = [{"role": "user", "content": plan["prompt"]}]
-        sampling = {key: plan[key] for key in ("max_tokens", "seed", "temperature")}
-        await lab.aio.measure(messages)
+    async def _fill(self, number: int, plan: dict[str, Any], vector: Any) -> None:
+        messages, sampling, layers = _messages(plan), _sampling(plan), list(plan["layers"])
+        await self._lab.aio.measure(messages)
         reference = await self._reference(messages, vector, plan, sampling)
-        layers = list(plan["layers"])
-        known = layers_with(vector)
-        missing = [] if known is None else [layer for layer in layers if layer not in known]
-        if missing:
-            raise RequestError(f"{name!r} has no vector for layers {missing}, only for {known}")
         facts = {"total": len(layers) * len(plan["doses"]), "reference": reference}
         self._tell(number, "running", done=0, **facts)
         grid = self._grid(messages, sampling, plan, self._cells(layers, vector, plan))
@@ -297,15 +310,43 @@ def cell_of(
     }
 
 
+def _messages(plan: Mapping[str, Any]) -> list[dict[str, str]]:
+    return [{"role": "user", "content": plan["prompt"]}]
+
+
+def _sampling(plan: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: plan[name] for name in SAMPLING}
+
+
 def _checked(plan: Mapping[str, Any], lab: LabSession) -> dict[str, Any]:
-    """Return layers and doses of a plan, or of a part of it, as JSON holds them; each may be of any kind."""
-    found: dict[str, Any] = {}
+    """Return a plan, or a part of it, as JSON holds it; layers and doses may be of any kind.
+
+    Raises
+    ------
+    RequestError, SteeringError
+        Naming the value that cannot be used.
+    """
+    found = dict(plan)
+    if plan.get("operation", "add") not in VALUES:
+        raise RequestError(f"sweep: operation is one of {', '.join(VALUES)}, got {plan['operation']!r}")
+    if not isinstance(plan.get("vector", ""), str | None):
+        raise RequestError(f"sweep: vector is a name or None, got {type(plan['vector']).__name__}")
+    prompt = plan.get("prompt", "a text")
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise RequestError(f"sweep: prompt must be a text that is not empty, got {prompt!r}")
+    drawn = {name: plan[name] for name in SAMPLING if name in plan}
+    if "temperature" in drawn:
+        drawn["temperature"] = as_number(drawn["temperature"], "sweep: temperature")
+    checked = Sampling().edited(drawn).plain()
+    found |= {name: checked[name] for name in drawn}
     if "read_layer" in plan:
         found["read_layer"] = check_layer(plan["read_layer"], lab.layer_count)
     if "layers" in plan:
         found["layers"] = [check_layer(layer, lab.layer_count) for layer in as_list(plan["layers"])]
     if "doses" in plan:
         found["doses"] = [as_number(dose, "sweep: one of doses") for dose in as_list(plan["doses"])]
+        if not found["doses"]:
+            raise RequestError("sweep: doses is empty: name at least one")
     return found
 
 

@@ -11,9 +11,18 @@ import pytest
 import torch
 
 from chatspace_lab.analysis import Direction
+from chatspace_lab.errors import RequestError
 from chatspace_lab.panels.answers import for_layers
 from chatspace_lab.panels.buffers import MAX_BYTES, pack, tokens_that_fit, unpack
-from chatspace_lab.panels.doses import cap_range, clipped, dose_per_scale, first_difference
+from chatspace_lab.panels.doses import (
+    at_dose,
+    at_layers,
+    cap_range,
+    clipped,
+    dose_per_scale,
+    doses_of,
+    first_difference,
+)
 from chatspace_lab.panels.pieces import Pieces
 from chatspace_lab.panels.rows import Row
 from chatspace_lab.panels.sweep import cell_of
@@ -31,6 +40,28 @@ def test_a_dose_is_the_mean_over_the_layers() -> None:
     assert dose_per_scale(row, {}, {1: 10.0, 2: 20.0}) is None
     assert dose_per_scale(row, {"v": V * 0}, {1: 10.0, 2: 20.0}) is None
     assert dose_per_scale(Row("r1", "v", "cap", (1,)), {"v": V}, {1: 10.0}) is None
+
+
+def test_a_row_keeps_its_dose_at_other_layers_and_its_raw_scale_follows() -> None:
+    norms, vectors = {2: 50.0, 14: 100.0, 16: 200.0, 29: 1000.0}, {"v": V}  # |V| = 5
+    row = at_dose(Row("r1", "v", "add", (16,)), 0.35, vectors, norms)
+    assert (row.scale, row.factors) == (pytest.approx(14.0), {})
+    more = at_layers(row.edited({"layers": [2, 14, 16]}), row, vectors, norms)
+    assert doses_of(more, vectors, norms) == pytest.approx({2: 0.35, 14: 0.35, 16: 0.35})
+    assert [more.scale_at(layer) for layer in (2, 14, 16)] == pytest.approx([3.5, 7.0, 14.0])
+    assert more.scale == pytest.approx(sum([3.5, 7.0, 14.0]) / 3)
+    fewer = at_layers(more.edited({"layers": [2, 29]}), more, vectors, norms)
+    assert doses_of(fewer, vectors, norms) == pytest.approx({2: 0.35, 29: 0.35})
+    assert doses_of(at_dose(fewer, -0.1, vectors, norms), vectors, norms) == pytest.approx({2: -0.1, 29: -0.1})
+    still = at_dose(more, 0.0, vectors, norms)
+    assert doses_of(at_dose(still, 0.2, vectors, norms), vectors, norms) == pytest.approx({2: 0.2, 14: 0.2, 16: 0.2})
+    raw = Row("r1", "v", "add", (14, 16), scale=4.0)  # a cell's: one raw scale, doses 0.2 and 0.1
+    added = at_layers(raw.edited({"layers": [2, 14, 16]}), raw, vectors, norms)
+    assert doses_of(added, vectors, norms) == pytest.approx({2: 0.15, 14: 0.2, 16: 0.1})
+    unknown = at_layers(row.edited({"layers": [3, 16]}), row, vectors, norms)
+    assert (unknown.scale, unknown.factors) == (row.scale, {})
+    with pytest.raises(RequestError, match="a dose needs an addition at layers whose residual norm is known"):
+        at_dose(unknown, 0.1, vectors, norms)
 
 
 def test_a_cap_counts_tokens_that_it_moves_at_any_layer() -> None:

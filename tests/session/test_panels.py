@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from chatspace_lab import AddSpec, LabSession, SteeringSpec, Where
-from chatspace_lab.errors import RequestError
+from chatspace_lab.errors import LabError, RequestError, SteeringError
 from tests.conftest import wait_until
 
 RIVERS = [{"role": "user", "content": "Name a river."}]
@@ -58,6 +58,40 @@ def test_a_message_is_answered_once_on_each_side(lab: LabSession, v: torch.Tenso
     assert [run.status for run in answers] == ["done", "done"]
     assert panel.steered["text"] in [run.text for run in answers]
     panel.close()
+    lab.vectors.clear()
+
+
+def test_a_row_of_several_layers_has_one_dose_and_the_receipt_says_the_total(lab: LabSession, v: torch.Tensor) -> None:
+    lab.vectors["v"] = v
+    panel = lab.panel("Name a river.", max_tokens=2)
+    panel.add("v", layers=8)
+    panel.ask("Name a river.")
+    panel.wait(60)
+
+    def edit(**patch: Any) -> None:
+        panel._received(None, {"kind": "edit", "row": "r1", "patch": patch, "n": 1}, [])
+        panel.wait(60)
+
+    def doses() -> dict[int, float]:
+        return {at: op.scale * v.norm().item() / lab.norms[at] for at, op in lab.export_steering_spec()}
+
+    edit(dose=0.35)
+    edit(layers=[2, 7, 8, 9])
+    assert doses() == pytest.approx(dict.fromkeys([2, 7, 8, 9], 0.35))
+    assert panel.rows[0]["dose"] == pytest.approx(0.35)
+    scales = [panel._book.rows[0].scale_at(layer) for layer in (2, 7, 8, 9)]
+    assert panel.rows[0]["scales"] == scales
+    said = panel.run["receipt"]["text"]
+    assert said.startswith(
+        f"add ({min(scales):.3g} to {max(scales):.3g})·v @ 2, 7–9 · dose 0.35 at each layer, 1.4 toge"
+    )
+    edit(layers=[])
+    edit(layers=[5])  # by way of none
+    assert doses() == pytest.approx({5: 0.35})
+    edit(scale=2.0, factors={}, layers=[4, 5])
+    assert {at: op.scale for at, op in lab.export_steering_spec()} == {4: 2.0, 5: 2.0}
+    panel.close()
+    lab.clear()
     lab.vectors.clear()
 
 
@@ -162,6 +196,59 @@ def test_a_sweep_takes_a_variable_as_it_is_now(
         scales.append(sweep.frame["scale"].item())
     assert scales[0] == pytest.approx(2 * scales[1])
     sweep.close()
+
+
+@pytest.mark.parametrize(
+    ("patch", "said"),
+    [
+        ({"doses": []}, "doses is empty"),
+        ({"doses": [0.1, "abc"]}, "one of doses: expected a number, got str"),
+        ({"max_tokens": 0}, "max_tokens is at least 1"),
+        ({"max_tokens": 1.5}, "max_tokens is a whole number"),
+        ({"temperature": 9}, "temperature from 0 to 5"),
+        ({"seed": -1}, "a seed is not negative"),
+        ({"prompt": " "}, "prompt must be a text that is not empty"),
+        ({"operation": "multiply"}, "operation is one of"),
+        ({"vector": 5}, "vector is a name or None"),
+        ({"read_layer": 999}, "layer 999"),
+    ],
+)
+def test_a_plan_that_cannot_be_used_changes_nothing(lab: LabSession, patch: dict[str, Any], said: str) -> None:
+    sweep = lab.sweep_panel("Name a river.", layers=8, doses=0.5)
+    before = sweep.state
+    with pytest.raises((RequestError, SteeringError), match=said):
+        sweep.state = {"seed": 9, **patch}
+    assert sweep.state == before
+    sweep.close()
+
+
+@pytest.mark.parametrize(
+    ("patch", "said"),
+    [
+        ({"layers": []}, "choose at least one layer"),
+        ({"vector": None}, "choose a vector first"),
+        ({"vector": "nowhere"}, "there is no vector 'nowhere'"),
+        ({"vector": "d"}, r"'d' has no vector for layers \[8\]"),
+        ({"max_tokens": 10**6}, "1000000"),
+    ],
+)
+def test_a_sweep_that_cannot_be_run_leaves_the_last_grid(
+    lab: LabSession, v: torch.Tensor, patch: dict[str, Any], said: str
+) -> None:
+    lab.vectors.update(v=v, d={3: v})
+    sweep = lab.sweep_panel("Name a river.", vector="v", layers=8, doses=0.5, max_tokens=2)
+    sweep.start()
+    sweep.wait(60)
+    before = (sweep.cells, sweep.run, sweep.frame)
+    assert len(before[0]) == 1
+    sweep.state = patch
+    with pytest.raises(LabError, match=said):
+        sweep.start()
+    sweep._received(None, {"kind": "start"}, [])  # as the page asks
+    wait_until(lambda: bool(sweep.error), what="an error is shown")
+    assert (sweep.cells, sweep.run, sweep.frame) == before
+    sweep.close()
+    lab.vectors.clear()
 
 
 def test_an_answer_that_is_too_long_for_the_page_keeps_its_beginning(

@@ -1,7 +1,8 @@
 /** The steering panel. The session owns steering and runs; the page owns what is open, picked and hovered. */
 
 import { chatPane } from "./lib/chat.js";
-import { assign, fill, h, numberField, setNumber, write } from "./lib/dom.js";
+import { assign, fill, h, write } from "./lib/dom.js";
+import { heldBack, mark, numberField, problemLine, setNumber } from "./lib/fields.js";
 import { layerStrip } from "./lib/layers.js";
 import { largest, numbersOf, overflowed, parting, projectionsAt } from "./lib/numbers.js";
 import { followOutputs } from "./lib/outputs.js";
@@ -95,7 +96,11 @@ function render({ model, el }) {
 
   /** Rows as they are to be shown: the kernel's, with edits that it has not answered yet. @returns {Row[]} */
   function shownRows() {
-    return model.get("rows").map((/** @type {Row} */ row) => ({ ...row, ...edits.get(row.id)?.patch }));
+    return model.get("rows").map((/** @type {Row} */ row) => {
+      const patch = edits.get(row.id)?.patch ?? {};
+      const { dose } = patch; // set at each layer
+      return { ...row, ...(typeof dose === "number" && row.unit ? { scale: dose / row.unit, doses: row.layers.map(() => dose) } : {}), ...patch };
+    });
   }
 
   function drawRows() {
@@ -106,6 +111,7 @@ function render({ model, el }) {
         each.element.remove();
         rowViews.delete(id);
         moving.delete(id);
+        root.dispatchEvent(new CustomEvent("cl-mark"));
       }
     }
     rows.forEach((row, at) => {
@@ -177,7 +183,8 @@ function render({ model, el }) {
   const again = h("button", { type: "button", class: "cl-small" }, "regenerate");
   const fresh = h("button", { type: "button", class: "cl-small" }, "new chat");
   const submit = () => {
-    if (!field.value.trim()) return;
+    mark(field, field.value.trim() ? "" : "the message is empty");
+    if (heldBack(root)) return;
     tell({ kind: "ask", text: field.value });
     field.value = "";
   };
@@ -188,9 +195,13 @@ function render({ model, el }) {
       submit();
     }
   });
-  again.addEventListener("click", () => tell({ kind: "regenerate" }));
+  field.addEventListener("input", () => mark(field, ""));
+  again.addEventListener("click", () => {
+    mark(field, "");
+    if (!heldBack(root)) tell({ kind: "regenerate" });
+  });
   fresh.addEventListener("click", () => tell({ kind: "clear" }));
-  const resample = (/** @type {string} */ name) => (/** @type {number} */ value) => tell({ kind: "sampling", patch: { [name]: name === "temperature" ? value : Math.round(value) } });
+  const resample = (/** @type {string} */ name) => (/** @type {number} */ value) => tell({ kind: "sampling", patch: { [name]: value } });
   const seed = numberField("seed", { min: 0, step: 1 }, resample("seed"));
   const temperature = numberField("temperature", { min: 0, max: 5, step: 0.1 }, resample("temperature"));
   const most = numberField("most tokens of an answer", { min: 1, step: 1 }, resample("max_tokens"));
@@ -379,6 +390,7 @@ function render({ model, el }) {
   // -- together ---------------------------------------------------------------------------------------------------------
 
   const root = h("div", { class: "cl-panel cl-steering", "data-lm-suppress-shortcuts": "true" }, header, error, vectors, chats, plots, receipt, tip);
+  error.after(problemLine(root));
   el.append(root);
 
   function drawSampling() {

@@ -1,7 +1,8 @@
 /** The sweep panel: layers by doses, filling while it runs. Colour is effect, hatching an answer that fell apart. */
 
 import { tint } from "./lib/colours.js";
-import { fill, h, numberField, s, setNumber, write } from "./lib/dom.js";
+import { fill, h, s, write } from "./lib/dom.js";
+import { heldBack, mark, numberField, problemLine, setNumber } from "./lib/fields.js";
 import { layerStrip } from "./lib/layers.js";
 import { followOutputs } from "./lib/outputs.js";
 import { colourLegend } from "./lib/plots.js";
@@ -31,34 +32,56 @@ function render({ model, el }) {
   const status = h("span", { class: "cl-status", role: "status", "aria-live": "polite" });
   const start = h("button", { type: "button" }, "run");
   const stop = h("button", { type: "button", class: "cl-small", "aria-label": "stop" }, "■ stop");
-  start.addEventListener("click", () => tell({ kind: "start" }));
+  start.addEventListener("click", () => {
+    mark(vector, vector.value ? "" : "choose a vector first");
+    mark(layers.strip, model.get("plan").layers.length ? "" : "choose at least one layer");
+    if (!heldBack(root)) tell({ kind: "start" });
+  });
   stop.addEventListener("click", () => tell({ kind: "stop" }));
   const header = h("header", { class: "cl-header" }, h("strong", {}, "sweep"), h("span", {}, facts.model), h("span", { class: "cl-space" }), status, start, stop);
   const error = h("div", { class: "cl-error", role: "alert" });
 
   const vector = h("select", { "aria-label": "vector" });
-  vector.addEventListener("change", () => change({ vector: vector.value || null }));
+  vector.addEventListener("change", () => {
+    mark(vector, "");
+    change({ vector: vector.value || null });
+  });
   for (const event of ["pointerdown", "focus"]) vector.addEventListener(event, () => tell({ kind: "variables" }));
   const operation = h("select", { "aria-label": "operation" }, ...["add", "ablate"].map((each) => h("option", { value: each }, each)));
-  operation.addEventListener("change", () => change({ operation: operation.value }));
-  const layers = layerStrip({ label: "layers to sweep", count: facts.layers, changed: (chosen) => change({ layers: chosen }) });
+  operation.addEventListener("change", () => {
+    mark(doses, ""); // others come with the operation
+    change({ operation: operation.value });
+  });
+  const layers = layerStrip({ label: "layers to sweep", count: facts.layers, changed: (chosen) => {
+    mark(layers.strip, "");
+    change({ layers: chosen });
+  } });
   const doses = h("input", { type: "text", "aria-label": "doses, with commas between", size: 26 });
   const dosesName = h("span");
   const takeDoses = () => {
-    const found = dosesFrom(doses.value);
-    if (found) change({ doses: found });
-    else doses.setAttribute("aria-invalid", "true");
+    const { numbers, problem } = dosesFrom(doses.value);
+    mark(doses, problem && `${dosesName.textContent?.trim()}: ${problem}`);
+    if (numbers) change({ doses: numbers });
   };
   doses.addEventListener("change", takeDoses);
+  doses.addEventListener("input", () => doses.dataset.problem && !dosesFrom(doses.value).problem && mark(doses, ""));
   doses.addEventListener("keydown", (event) => {
     if (event.key === "Enter") takeDoses();
+    if (event.key === "Escape") {
+      mark(doses, "");
+      doses.value = model.get("plan").doses.join(", ");
+    }
   });
   const read = h("select", { "aria-label": "layer where the effect is read" }, ...Array.from({ length: facts.layers }, (_, at) => h("option", { value: at }, at)));
   read.addEventListener("change", () => change({ read_layer: Number(read.value) }));
-  const most = numberField("most tokens of an answer", { min: 1, step: 1 }, (value) => change({ max_tokens: Math.round(value) }));
-  const seed = numberField("seed", { min: 0, step: 1 }, (value) => change({ seed: Math.round(value) }));
+  const most = numberField("most tokens of an answer", { min: 1, step: 1 }, (value) => change({ max_tokens: value }));
+  const seed = numberField("seed", { min: 0, step: 1 }, (value) => change({ seed: value }));
   const prompt = h("textarea", { rows: 2, "aria-label": "prompt" });
-  prompt.addEventListener("change", () => change({ prompt: prompt.value }));
+  prompt.addEventListener("change", () => {
+    mark(prompt, prompt.value.trim() ? "" : "the prompt is empty");
+    if (prompt.value.trim()) change({ prompt: prompt.value });
+  });
+  prompt.addEventListener("input", () => prompt.value.trim() && mark(prompt, ""));
   const controls = h(
     "section",
     { class: "cl-controls-grid", "aria-label": "what to sweep" },
@@ -67,6 +90,7 @@ function render({ model, el }) {
   const grid = h("div", { class: "cl-grid-box" });
   const text = h("section", { class: "cl-sweep-text", "aria-live": "polite", "aria-label": "text of the chosen run" });
   const root = h("div", { class: "cl-panel cl-sweep", "data-lm-suppress-shortcuts": "true" }, header, error, controls, grid, text);
+  error.after(problemLine(root));
   el.append(root);
 
   /** @param {Cell} cell */
@@ -82,12 +106,11 @@ function render({ model, el }) {
     operation.value = plan.operation;
     write(dosesName, plan.operation === "add" ? "doses " : "part that is kept ");
     layers.set(plan.layers);
-    if (document.activeElement !== doses) doses.value = plan.doses.join(", ");
-    doses.removeAttribute("aria-invalid");
+    if (document.activeElement !== doses && !doses.dataset.problem) doses.value = plan.doses.join(", ");
     read.value = String(plan.read_layer);
     setNumber(most, plan.max_tokens);
     setNumber(seed, plan.seed);
-    if (document.activeElement !== prompt) prompt.value = plan.prompt;
+    if (document.activeElement !== prompt && !prompt.dataset.problem) prompt.value = plan.prompt;
   }
 
   /** What the cells were run with: a change of the plan since then is not theirs. */

@@ -20,8 +20,15 @@ export interface Row {
   min: number | null;
   max: number | null;
   muted: boolean;
-  /** Dose of scale 1; null while the residual's norm is not known. */
+  /** Dose of scale 1, the mean over the layers; null while the residual's norm is not known. */
   unit: number | null;
+  /** Dose of an addition: the mean over its layers, and at each of them. */
+  dose: number | null;
+  doses: number[] | null;
+  /** Raw scale at each layer. */
+  scales: number[];
+  /** Layer to a factor on the raw scale, where that differs. */
+  factors: Record<string, number>;
   /** Ends of a cap's slider. */
   range: [number, number] | null;
   /** Tokens that a cap moves, and of how many. */

@@ -2,8 +2,9 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 import { pixel, strength, tint } from "../src/lib/colours.js";
+import { numberProblem } from "../src/lib/fields.js";
 import { bandMean, cosines, largest, leftOut, madeWith, notAnswered, numbersOf, overflowed, parting, perMessage, unpack } from "../src/lib/numbers.js";
-import { fraction, keyMove, levelOf, ranges, short, ticks, valueAt, withRange } from "../src/lib/scales.js";
+import { between, fraction, keyMove, levelOf, ranges, short, ticks, valueAt, withRange } from "../src/lib/scales.js";
 import { cellAt, dosesFrom, mostEffect } from "../src/lib/sweeps.js";
 
 /** @param {number[][]} rows */
@@ -42,6 +43,7 @@ test("doses have levels on both sides of zero", () => {
 test("numbers and layers in few characters", () => {
   assert.deepEqual([0, 18.3456, -0.5, 123456, 1e-5, null, NaN].map(short), ["0", "18.3", "-0.5", "1.2e+5", "1.0e-5", "–", "–"]);
   assert.equal(ranges([9, 6, 7, 8, 3]), "3, 6–9");
+  assert.deepEqual([[0.4001, 0.4], [2, 1]].map(between), ["0.4", "1 to 2"]);
   assert.deepEqual(ticks(-1, 1, 4), [-1, -0.5, 0, 0.5, 1]);
   assert.deepEqual(ticks(0, 137, 4), [0, 50, 100]);
 });
@@ -120,9 +122,24 @@ test("messages that are not answered yet", () => {
 });
 
 test("doses are read from a text", () => {
-  assert.deepEqual(dosesFrom("1, -0.5;0.25 1"), [-0.5, 0.25, 1]);
-  assert.equal(dosesFrom("1, x"), null);
-  assert.equal(dosesFrom(" "), null);
+  assert.deepEqual(dosesFrom("1, -0.5;.25 1 +2e-1"), { numbers: [-0.5, 0.2, 0.25, 1], problem: "" });
+  for (const [text, got] of [["0.1, abc", "abc"], ["0x10", "0x10"], ["Infinity", "Infinity"], ["1e40", "1e40"], ["0.1.2", "0.1.2"], [" ", "nothing"]]) {
+    assert.deepEqual(dosesFrom(text), { numbers: null, problem: `must be numbers with commas between, got ${got}` });
+  }
+});
+
+test("a number field says what is wrong in it", () => {
+  const typed = (/** @type {string} */ text, bad = false) => ({ text, number: text === "" ? NaN : Number(text), bad });
+  const tokens = { min: 1, step: 1 };
+  assert.equal(numberProblem(typed("12"), tokens, false), "");
+  assert.equal(numberProblem(typed("1.5"), tokens, false), "must be a whole number from 1 on, got 1.5");
+  assert.equal(numberProblem(typed("0"), tokens, false), "must be a whole number from 1 on, got 0");
+  assert.equal(numberProblem(typed("1e20"), tokens, false), "must be a whole number from 1 on, got 1e20");
+  assert.equal(numberProblem(typed(""), tokens, false), "must be a whole number from 1 on, got nothing");
+  assert.equal(numberProblem(typed("", true), { min: 0, max: 5, step: 0.1 }, false), "must be a number from 0 to 5, got something else");
+  assert.equal(numberProblem(typed(""), { step: "any" }, true), "");
+  assert.equal(numberProblem(typed("1e39"), { step: "any" }, true), "must be a number, got 1e39");
+  assert.equal(numberProblem(typed("0.375"), { step: 0.01 }, false), "");
 });
 
 test("the colour of a sweep is scaled by answers that hold together", () => {

@@ -48,28 +48,3 @@ export function fill(element, ...children) {
 export function write(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
-
-/** A number field that tells of a whole entry only. @param {string} label @param {Attributes} attributes @param {(value: number) => void} changed */
-export function numberField(label, attributes, changed) {
-  const input = h("input", { type: "number", "aria-label": label, title: label, ...attributes });
-  input.addEventListener("input", () => {
-    input.dataset.typing = "true";
-  });
-  const commit = () => {
-    if (!input.dataset.typing) return;
-    delete input.dataset.typing;
-    if (input.value !== "" && Number.isFinite(input.valueAsNumber)) changed(input.valueAsNumber);
-  };
-  input.addEventListener("change", commit);
-  input.addEventListener("blur", commit);
-  input.addEventListener("keydown", (event) => {
-    if (event.key === "Enter") commit();
-  });
-  return input;
-}
-
-/** Sets a field unless somebody writes in it. @param {HTMLInputElement} input @param {number | null} value */
-export function setNumber(input, value) {
-  if (input.dataset.typing) return;
-  input.value = value === null ? "" : String(Number(value.toPrecision(6)));
-}

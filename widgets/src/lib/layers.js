@@ -72,6 +72,7 @@ export function layerStrip({ label, count, changed }) {
   draw();
   return {
     element,
+    strip,
     /** @param {number[]} chosen @param {number[] | null} [known] */
     set(chosen, known = null) {
       if (drag) return;

@@ -1,13 +1,14 @@
 /** One row of the panel: a vector, an operation, layers, and the sliders of that operation. */
 
-import { fill, h, numberField, setNumber, write } from "./dom.js";
+import { fill, h, write } from "./dom.js";
+import { forceNumber, numberField, setNumber } from "./fields.js";
 import { layerStrip } from "./layers.js";
-import { DOSE_END, DOSE_MARKS, levelOf, short } from "./scales.js";
+import { between, DOSE_END, DOSE_MARKS, levelOf, short } from "./scales.js";
 import { slider } from "./sliders.js";
 
 /** @typedef {import("../types").Row} Row */
 
-const ADVICE = "Dose 1 is the residual stream's own mean norm at these layers on this prompt. From small models: from 0.7 on answers often become odd, from 1.5 on they mostly fall apart.";
+const ADVICE = "Dose 1 adds as much as the residual stream's own mean norm at a layer on this prompt. The dose counts at each of the layers, and additions at several layers add up: the total is their sum. Other layers keep the dose; the raw scale follows. From small models: from 0.7 on answers often become odd, from 1.5 on they mostly fall apart.";
 
 /**
  * @param {Row} first
@@ -42,32 +43,40 @@ export function rowView(first, layerCount, calls) {
   let busy = () => false;
 
   function addControls() {
-    const raw = numberField(`raw scale of ${name}`, { step: "any" }, (value) => calls.edit(row.id, { scale: value }));
-    const exact = numberField(`exact dose of ${name}`, { step: 0.01 }, (value) => row.unit && calls.edit(row.id, { scale: value / row.unit }));
-    const scaleOf = (/** @type {number[]} */ values) => (row.unit ? values[0] / row.unit : 0);
+    const raw = numberField(`raw scale of ${name}`, { step: "any" }, (value) => calls.edit(row.id, { scale: value, factors: {} }));
+    const exact = numberField(`exact dose of ${name}`, { step: 0.01 }, (value) => calls.edit(row.id, { dose: value }));
+    const total = h("span", { class: "cl-note cl-total" });
     const dose = slider({
       low: -DOSE_END, high: DOSE_END, step: 0.01, marks: DOSE_MARKS, labels: [`dose of ${name}`], doses: true,
       say: ([value]) => `dose ${short(value)}${levelOf(value) ? `, ${levelOf(value)}` : ""}`,
       moved: (values) => {
-        exact.value = String(values[0]);
-        raw.value = String(Number(scaleOf(values).toPrecision(6)));
-        calls.moving(row.id, { scale: scaleOf(values) });
+        forceNumber(exact, values[0]);
+        forceNumber(raw, row.unit ? Number((values[0] / row.unit).toPrecision(6)) : "");
+        drawTotal(row.layers.map(() => values[0]));
+        calls.moving(row.id, { dose: values[0] });
       },
-      settled: (values) => calls.edit(row.id, { scale: scaleOf(values) }),
+      settled: (values) => calls.edit(row.id, { dose: values[0] }),
       reset: () => [0],
     });
-    dose.element.title = ADVICE;
-    fill(controls, h("span", { class: "cl-label" }, "dose"), dose.element, exact, h("span", { class: "cl-label" }, "raw"), raw);
+    dose.element.title = total.title = ADVICE;
+    fill(controls, h("span", { class: "cl-label", title: ADVICE }, "dose"), dose.element, exact, total, h("span", { class: "cl-label" }, "raw"), raw);
+    const drawTotal = (/** @type {number[] | null} */ doses) => {
+      const sum = (doses ?? []).reduce((one, other) => one + other, 0);
+      total.hidden = row.layers.length < 2;
+      total.dataset.level = levelOf(sum);
+      write(total, doses ? `× ${row.layers.length} = ${short(sum)}` : "");
+    };
     draw = () => {
-      const known = row.unit !== null;
-      const value = row.scale * (row.unit ?? 0);
-      dose.set([value], { off: !known });
+      const known = row.dose !== null;
+      dose.set([row.dose ?? 0], { off: !known });
       exact.disabled = !known;
-      if (!dose.busy) {
-        setNumber(exact, known ? Number(value.toPrecision(4)) : null);
-        setNumber(raw, row.scale);
-        exact.dataset.level = levelOf(value);
-      }
+      if (dose.busy) return;
+      setNumber(exact, known ? Number((row.dose ?? 0).toPrecision(4)) : null);
+      setNumber(raw, row.scale);
+      exact.dataset.level = levelOf(row.dose ?? 0);
+      drawTotal(row.doses);
+      raw.title = `raw scale of ${name}, ${row.layers.map((layer, at) => `at layer ${layer}: ${short(row.scales[at])}`).join(", ")}`;
+      exact.title = `exact dose of ${name}${row.doses && between(row.doses) !== short(row.dose) ? `, the mean of ${between(row.doses)}` : ""}`;
     };
     busy = () => dose.busy;
   }
@@ -78,7 +87,7 @@ export function rowView(first, layerCount, calls) {
       low: -1, high: 2, step: 0.01, marks: [0, 1], labels: [`what is left of ${name}`],
       say: ([value]) => `${short(value)} of the component is left`,
       moved: ([value]) => {
-        exact.value = String(value);
+        forceNumber(exact, value);
         calls.moving(row.id, { scale: value });
       },
       settled: ([value]) => calls.edit(row.id, { scale: value }),
@@ -94,8 +103,14 @@ export function rowView(first, layerCount, calls) {
   }
 
   function capControls() {
-    const low = numberField(`lower bound of ${name}`, { step: "any", placeholder: "no min" }, (value) => calls.edit(row.id, { min: value }));
-    const high = numberField(`upper bound of ${name}`, { step: "any", placeholder: "no max" }, (value) => calls.edit(row.id, { max: value }));
+    const low = numberField(`lower bound of ${name}`, { step: "any", placeholder: "no min" }, (value) => calls.edit(row.id, { min: value }), {
+      emptied: () => calls.edit(row.id, { min: null }),
+      wrong: (value) => (row.max !== null && value > row.max ? `must be at most the upper bound, ${short(row.max)}, got ${value}` : ""),
+    });
+    const high = numberField(`upper bound of ${name}`, { step: "any", placeholder: "no max" }, (value) => calls.edit(row.id, { max: value }), {
+      emptied: () => calls.edit(row.id, { max: null }),
+      wrong: (value) => (row.min !== null && value < row.min ? `must be at least the lower bound, ${short(row.min)}, got ${value}` : ""),
+    });
     const note = h("span", { class: "cl-note" });
     let ends = /** @type {[number, number]} */ ([-1, 1]);
     const patchOf = (/** @type {number[]} */ values) => ({
@@ -106,8 +121,9 @@ export function rowView(first, layerCount, calls) {
       low: -1, high: 1, step: 0.01, marks: [0], labels: [`min of ${name}`, `max of ${name}`],
       say: (values) => `from ${short(values[0])} to ${short(values[1])}`,
       moved: (values) => {
-        low.value = String(values[0]);
-        high.value = String(values[1]);
+        const { min, max } = patchOf(values);
+        forceNumber(low, min ?? "");
+        forceNumber(high, max ?? "");
         calls.moving(row.id, patchOf(values));
       },
       settled: (values) => calls.edit(row.id, patchOf(values)),

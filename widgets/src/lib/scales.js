@@ -52,6 +52,12 @@ export function short(value) {
   return String(Number(value.toPrecision(3)));
 }
 
+/** One number, or the least and the largest of several. @param {number[]} values */
+export function between(values) {
+  const ends = [...new Set([Math.min(...values), Math.max(...values)].map(short))];
+  return ends.join(" to ");
+}
+
 /** Round numbers for an axis. @param {number} low @param {number} high @param {number} count @returns {number[]} */
 export function ticks(low, high, count) {
   if (!(high > low) || count < 1) return [low];

@@ -2,11 +2,13 @@
 
 /** @typedef {{layer: number, dose: number, scale: number, text: string, effect: number | null, perplexity: number | null, repetition: number | null, tokens: number, broken: boolean}} Cell */
 
-/** Doses as written with commas or blanks between; null if one is no number, or there is none. @param {string} text @returns {number[] | null} */
+/** Doses as written with commas or blanks between, ascending, each once; or what is wrong with the text. @param {string} text @returns {{numbers: number[] | null, problem: string}} */
 export function dosesFrom(text) {
   const parts = text.split(/[\s,;]+/).filter(Boolean);
-  const numbers = parts.map(Number);
-  return numbers.length && numbers.every(Number.isFinite) ? [...new Set(numbers)].sort((left, right) => left - right) : null;
+  const wrong = parts.find((part) => !/^[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$/i.test(part) || Math.abs(Number(part)) > 3.4e38);
+  if (wrong !== undefined) return { numbers: null, problem: `must be numbers with commas between, got ${wrong}` };
+  if (!parts.length) return { numbers: null, problem: "must be numbers with commas between, got nothing" };
+  return { numbers: [...new Set(parts.map(Number))].sort((left, right) => left - right), problem: "" };
 }
 
 /** @param {Cell[]} cells @param {number} layer @param {number} dose @returns {Cell | null} */
