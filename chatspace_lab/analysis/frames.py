@@ -32,7 +32,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from chatspace_lab.analysis.rows import as_handles, chosen_layers
+from chatspace_lab.analysis.inputs import as_handles, need
+from chatspace_lab.analysis.rows import chosen_layers
 from chatspace_lab.analysis.tokens import token_texts
 from chatspace_lab.capture import CaptureHandle
 from chatspace_lab.chat import MessageBoundary
@@ -164,7 +165,7 @@ def token_frame(
             prompt_index=handle.prompt_index,
             sample_index=handle.sample_index,
         )
-        for handle in as_handles(handles)
+        for handle in as_handles(handles, "token_frame")
     ]
     return pd.concat(frames, ignore_index=True)
 
@@ -214,6 +215,7 @@ def layer_frame(
     AnalysisError
         If no token is left.
     """
+    need(tokens, [*by, "layer", "position", "generated", "norm"], "layer_frame")
     chosen = tokens if first_token else tokens[tokens["position"] > 0]
     if generated is not None:
         chosen = chosen[chosen["generated"] == generated]

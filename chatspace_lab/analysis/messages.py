@@ -11,7 +11,8 @@ import numpy as np
 import pandas as pd
 
 from chatspace_lab.analysis.frames import directions_of, handle_readings
-from chatspace_lab.analysis.rows import as_handles, as_numbers, chosen_layers, token_rows
+from chatspace_lab.analysis.inputs import as_handle, as_handles, need
+from chatspace_lab.analysis.rows import as_numbers, chosen_layers, token_rows
 from chatspace_lab.capture import CaptureHandle
 from chatspace_lab.errors import AnalysisError, MessageLocationError
 
@@ -59,7 +60,7 @@ def message_frame(
         As :func:`token_frame`.
     """
     records: list[dict[str, Any]] = []
-    for handle in as_handles(handles):
+    for handle in as_handles(handles, "message_frame"):
         readings = handle_readings(handle, directions, layers)
         parts = _parts(handle)
         for index, layer in enumerate(readings.layers):
@@ -84,7 +85,13 @@ def message_summary(tokens: pd.DataFrame) -> pd.DataFrame:
 
     Columns as in :func:`message_frame`, but for ``norm_of_mean``, which norms and projections of tokens do not tell;
     and ``cosine_NAME`` is the mean of the tokens' cosines. Messages without a row in ``tokens`` have none here.
+
+    Raises
+    ------
+    AnalysisError
+        If ``tokens`` is no token frame, or has no rows.
     """
+    need(tokens, ["request", "layer", "message", "role", "generated", "norm"], "message_summary")
     chosen = tokens[tokens["message"].notna() | tokens["generated"]]
     keys = ["request", "prompt_index", "sample_index", "layer", "message", "role"]
     columns = [column for name in directions_of(tokens) for column in (f"projection_{name}", f"cosine_{name}")]
@@ -106,6 +113,7 @@ def message_means(handle: CaptureHandle, layer: int) -> dict[str, np.ndarray]:
 
     Messages that cannot be located, are empty or were not captured whole are left out; :func:`message_frame` says why.
     """
+    handle = as_handle(handle, "message_means")
     chosen_layers(handle, layer)
     hidden = handle.hidden(layer)
     return {
@@ -133,7 +141,7 @@ def message_cosines(
         If a layer was not captured.
     """
     records = []
-    for handle in as_handles(handles):
+    for handle in as_handles(handles, "message_cosines"):
         parts = _parts(handle)
         for layer in chosen_layers(handle, layers):
             hidden = handle.hidden(layer)

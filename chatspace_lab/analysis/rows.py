@@ -9,28 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from chatspace_lab.analysis.inputs import as_handle
 from chatspace_lab.capture import CaptureHandle
 from chatspace_lab.errors import AnalysisError
 from chatspace_lab.steering.vectors import as_index, as_list
 
 CHOICES = ("last", "prompt", "answer", "all")
-
-
-def as_handles(value: CaptureHandle | Iterable[CaptureHandle]) -> list[CaptureHandle]:
-    """Return one capture handle, or several, as a list.
-
-    Raises
-    ------
-    AnalysisError
-        If there is none, or it is something else.
-    """
-    found = as_list(value)
-    if not found:
-        raise AnalysisError("there is nothing to analyse: give at least one fetched capture handle")
-    other = next((type(each).__name__ for each in found if not isinstance(each, CaptureHandle)), None)
-    if other is not None:
-        raise AnalysisError(f"expected fetched capture handles, got {other}")
-    return found
 
 
 def as_layers(layers: Iterable[int] | int) -> tuple[int, ...]:
@@ -102,6 +86,7 @@ def token_rows(handle: CaptureHandle, tokens: str | int) -> np.ndarray:
     MessageLocationError
         If that message cannot be located.
     """
+    handle = as_handle(handle, "token_rows")
     positions = np.asarray(handle.positions, dtype=np.int64)
     if isinstance(tokens, Integral):
         boundary = handle.message_boundary(int(tokens))
@@ -145,5 +130,6 @@ def mean_activation(handle: CaptureHandle, layer: int, tokens: str | int = "answ
     AnalysisError, MessageLocationError, CaptureError
         See :func:`token_rows` and :meth:`CaptureHandle.hidden`.
     """
+    handle = as_handle(handle, "mean_activation")
     rows = token_rows(handle, tokens)
     return handle.hidden(layer)[rows].double().mean(dim=0).float().numpy()

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from chatspace_lab.analysis.rows import as_handles, as_layers, as_numbers, chosen_layers, mean_activation
+from chatspace_lab.analysis.inputs import as_handles
+from chatspace_lab.analysis.rows import as_layers, as_numbers, chosen_layers, mean_activation
 from chatspace_lab.capture import CaptureHandle
 from chatspace_lab.errors import AnalysisError
 
@@ -37,7 +38,7 @@ def samples_of(
     AnalysisError, MessageLocationError
         If a handle has no such rows or layer.
     """
-    chosen = as_handles(handles)
+    chosen = as_handles(handles, "samples_of")
     return {
         layer: np.stack([mean_activation(handle, layer, tokens) for handle in chosen])
         for layer in chosen_layers(chosen[0], layers)

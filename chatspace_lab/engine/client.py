@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import multiprocessing
 import os
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -26,6 +28,7 @@ from chatspace_lab.engine.requests import Submission
 from chatspace_lab.engine.root_cause import OPAQUE, CauseLog, sentence
 from chatspace_lab.engine.stream import StreamDelta
 from chatspace_lab.engine.together import together
+from chatspace_lab.quiet import quiet_children, quieten
 from chatspace_lab.readings import Readings
 
 if TYPE_CHECKING:
@@ -41,6 +44,14 @@ DEATH_S = 1
 
 Progress = Callable[[str], None]
 """Is told what is being done."""
+
+_open: weakref.WeakSet[EngineClient] = weakref.WeakSet()
+
+
+def _close_open() -> None:
+    for client in list(_open):
+        client.close()
+
 
 _starting = threading.Lock()
 """One engine of ours starts at a time, so that what a failed start leaves behind can be told from another's."""
@@ -136,13 +147,14 @@ class EngineClient:
                 "the engine's processes import the main script again: put what it does under "
                 "`if __name__ == '__main__':`"
             )
+        quieten()
         version = check_vllm_version()
         kwargs = config.engine_kwargs(enforce_eager)
         with _starting:
             before = descendants()
             loop, log = LoopThread("chatspace-lab"), CauseLog()
             try:
-                with log.listening(), _stages(progress) as tick:
+                with quiet_children(), log.listening(), _stages(progress) as tick:
                     client = loop.call(cls._start(loop, log, config, kwargs, version), tick=tick, patience_s=0)
             except BaseException as error:
                 left = descendants() - before
@@ -157,6 +169,10 @@ class EngineClient:
                 told = errors.WorkerTracebackError(cause.text)
                 told.__cause__ = error
                 raise errors.EngineStartError(f"the engine did not start: {cause.sentence}") from told
+            _open.add(client)
+            # The last to be registered runs first: before vLLM's own, which gives the engine five seconds and kills it.
+            atexit.unregister(_close_open)
+            atexit.register(_close_open)
             if client.facts.doubt:
                 warnings.warn(client.facts.doubt, errors.UncomparedWarning, stacklevel=3)
             return client

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from chatspace_lab import wire
 from chatspace_lab.errors import ConfigError, UnsupportedError
+from chatspace_lab.quiet import quieten
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -157,6 +158,7 @@ class VLLMSteeringConfig:
         additional = {**(kwargs.pop("additional_config", None) or {}), wire.EXTRA: wire.Apart(options)}
         return {
             "disable_log_stats": True,
+            "use_tqdm_on_load": False,
             **kwargs,
             "model": self.model_name,
             "tensor_parallel_size": self.tensor_parallel_size,
@@ -203,6 +205,7 @@ def _is_off(value: Any) -> bool:
 
 
 def _engine_arg_names() -> set[str]:
+    quieten()  # vLLM sets up its logging when it is imported
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     return {field.name for field in dataclasses.fields(AsyncEngineArgs)}

@@ -158,7 +158,7 @@ class History:
             run.status = "aborted"
         else:
             run.status, run.error = "failed", f"{type(error).__name__}: {error}"
-        if job is not None:
+        if job is not None and error is None:
             job.ended()
 
     # -- read by the user, in any thread -----------------------------------------------------------------------------
@@ -212,7 +212,7 @@ class History:
         ]  # fmt: skip
         rows = [
             (
-                run.number, run.started, run.kind, run.status, run.asked, describe(run.steering), run.sampling,
+                run.number, run.started, run.kind, run.status, run.asked, describe(run.steering), _as_arguments(run.sampling),
                 len(run.prompt_token_ids), len(run.token_ids), run.text, run.finish_reason, run.seconds,
                 run.capture_layers, 0 if run.readings is None else len(run.readings), run.error,
             )
@@ -223,6 +223,10 @@ class History:
     def _repr_html_(self) -> str | None:
         table = self.frame()._repr_html_()
         return None if table is None else f'<div class="{AS_TYPED}">{table}</div>'  # None as pandas' options say
+
+
+def _as_arguments(sampling: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in sampling.items())
 
 
 def describe(spec: SteeringSpec, norms: Mapping[int, float] | None = None) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import sys
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from tqdm.auto import tqdm
+from chatspace_lab.session.line import Line
 
 CURRENT: contextvars.ContextVar[Job | None] = contextvars.ContextVar("chatspace_lab_job", default=None)
 """The call that a request belongs to; tasks inherit it."""
@@ -19,6 +19,12 @@ INTERRUPTS = (KeyboardInterrupt, asyncio.CancelledError)
 
 DELAY_S = 1.0
 """A bar is shown for work that takes longer."""
+
+LOG_S = 10.0
+"""Seconds between two lines about it in a log."""
+
+WIDTH = 24
+"""Characters of a bar."""
 
 
 class Job:
@@ -59,35 +65,40 @@ class Job:
         self.runs.append(run)
 
     def ended(self) -> None:
-        """Count a request that has ended."""
+        """Count a request that was answered."""
         self.done += 1
 
 
 class Bar:
-    """Draws a job, in the thread that waits for it: output of another thread would land in another cell."""
+    """Shows how far a job is, in the thread that waits for it: output of another thread would land in another cell.
+
+    The line appears after :data:`DELAY_S`, or after ten seconds where output is neither a terminal nor a notebook. A
+    notebook keeps its final state.
+    """
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._bar: Any = None
+        self._begun = time.monotonic()
+        self._line = Line(LOG_S)
 
     def __enter__(self) -> Bar:
         return self
 
     def tick(self) -> None:
         """Draw, if there is something to see."""
+        if self._job.total > 1 and time.monotonic() - self._begun >= DELAY_S:
+            self._line.show(self._text())
+
+    def _text(self) -> str:
         job = self._job
-        if self._bar is None:
-            if job.total < 2:
-                return
-            self._bar = tqdm(
-                total=job.total, desc=job.title, unit="request", leave=False, delay=DELAY_S, file=sys.stderr
-            )
-        self._bar.total = job.total
-        self._bar.set_postfix(tokens=job.tokens, refresh=False)
-        self._bar.update(job.done - self._bar.n)
+        filled = WIDTH * job.done // job.total
+        done = f"{job.done} of {job.total} requests" if job.done else f"{job.total} requests under way"
+        seconds = time.monotonic() - self._begun
+        return f"{job.title} {'█' * filled}{'░' * (WIDTH - filled)} {done} · {job.tokens:,} tokens · {seconds:.0f} s"
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        if self._line.shown:
+            ended = "" if kind is None else " · interrupted" if issubclass(kind, INTERRUPTS) else " · failed"
+            self._line.end(self._text() + ended, keep=False)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import html
-import sys
 import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from chatspace_lab.errors import EngineStartError
+from chatspace_lab.session.line import Line
 
 DOWNLOAD = "downloading the model"
 DEMO = "making the demo model (once)"
@@ -24,50 +23,22 @@ class StartDisplay:
         self._name = name
         self._begun = time.monotonic()
         self._stage = ""
-        self._shown = ""
-        self._handle: Any = None
+        self._line = Line(log_s=30.0)
 
     def __enter__(self) -> StartDisplay:
         return self
 
     def show(self, stage: str) -> None:
         """Say what is being done. Cheap to call again and again."""
-        self._stage = stage
-        line = f"chatspace-lab · {self._name} · {stage} · {time.monotonic() - self._begun:.0f} s"
-        if line != self._shown:
-            self._draw(line, stage)
-            self._shown = line
-
-    def _draw(self, line: str, stage: str) -> None:
-        if _in_notebook():
-            from IPython.display import HTML, display
-
-            content = HTML(f'<span style="font-family: monospace; opacity: 0.8">{html.escape(line)}</span>')
-            if self._handle is None:
-                self._handle = display(content, display_id=True)
-            else:
-                self._handle.update(content)
-        elif sys.stderr.isatty():
-            print(f"\r\x1b[2K{line}", end="", file=sys.stderr, flush=True)
-        elif f" {stage} " not in self._shown:  # a log file: a line per stage
-            print(line, file=sys.stderr, flush=True)
+        new, self._stage = stage != self._stage, stage
+        self._line.show(f"chatspace-lab · {self._name} · {stage} · {time.monotonic() - self._begun:.0f} s", new=new)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if kind is not None and self._stage:
             self.show(f"{'interrupted' if issubclass(kind, KeyboardInterrupt) else 'failed'} while {self._stage}")
-        if not _in_notebook() and sys.stderr.isatty():
-            print(file=sys.stderr)
-
-
-def _in_notebook() -> bool:
-    """Whether output goes to a Jupyter front end."""
-    if "IPython" not in sys.modules:
-        return False
-    from IPython.core.getipython import get_ipython
-
-    return hasattr(get_ipython(), "kernel")
+        self._line.end(self._line.shown, keep=True)
 
 
 def find_model(name: str | None, show: Any) -> str:

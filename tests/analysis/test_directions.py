@@ -175,7 +175,7 @@ def test_arguments(samples: tuple) -> None:
         with pytest.raises(SteeringError, match="a layer is a whole number"):
             difference_of_means(positive, negative, layers=layers)
     assert difference_of_means(positive, negative, layers=np.array([1, 1])).layers == (1,)
-    with pytest.raises(AnalysisError, match="expected fetched capture handles, got ndarray"):
+    with pytest.raises(AnalysisError, match="samples_of needs capture handles, got ndarray"):
         difference_of_means(positive[0], negative[0])
 
 

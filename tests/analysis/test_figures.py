@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import matplotlib.image
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
@@ -24,9 +25,12 @@ from chatspace_lab.analysis import (
     dose_response,
     layer_frame,
     layer_profile,
+    mean_activation,
     message_cosines,
     message_frame,
+    message_means,
     message_norm_bars,
+    message_summary,
     pca_frame,
     pca_scatter,
     projection_lines,
@@ -172,14 +176,14 @@ def test_token_heatmap() -> None:
     figure = token_heatmap(frame(), f"projection_{NAME}", share=1.0)
     (cells,) = figure.data
     assert cells.z.tolist() == [[10, 11, 12, 13, 14, 15, -16], [40, 41, 42, 43, 44, 45, -46]]
-    assert (list(cells.x), list(cells.y)) == (list(range(7)), [1, 4])
+    assert (list(cells.x), list(cells.y)) == (list(range(7)), ["1", "4"])
     assert (cells.zmin, cells.zmax) == (-46, 46)  # so that white is zero
     assert cells.colorscale[0][1] == "#b2182b"
     assert cells.colorscale[2] == (0.5, "#ffffff")
     assert cells.colorscale[-1][1] == "#2166ac"
     assert list(figure.layout.xaxis.ticktext) == SHOWN
     assert cells.customdata[0, :, 0].tolist() == SHOWN
-    assert cells.customdata[1, 3].tolist() == [SHOWN[3], "&lt;b&gt;user"]
+    assert cells.customdata[1, 3].tolist() == [SHOWN[3], "&lt;b&gt;user", "3"]
     norms = token_heatmap(frame())
     assert norms.data[0].zmin == 0
     assert "colour ends<br>at" in norms.data[0].colorbar.title.text
@@ -194,6 +198,47 @@ def test_token_heatmap() -> None:
         warnings.simplefilter("error")
         nothing = token_heatmap(frame().assign(**{f"cosine_{NAME}": np.nan}), f"cosine_{NAME}")  # rows that are zero
     assert (nothing.data[0].zmin, nothing.data[0].zmax) == (-1, 1)
+
+
+def test_a_heatmap_has_a_row_per_captured_layer_and_a_column_per_captured_token() -> None:
+    """In place of bands that reach half-way to the next layer, or over tokens that were not captured."""
+    rows = np.ones((3, 3, 2))
+    captured = handle(rows, prompt=range(6), answer=[6, 0], layers=(8, 16, 24), spans=(1, 3, 6, -1))
+    figure = token_heatmap(token_frame(captured, Typed()))
+    assert (list(figure.data[0].x), list(figure.data[0].y)) == ([0, 1, 2], ["8", "16", "24"])
+    assert figure.layout.yaxis.type == "category"
+    assert list(figure.layout.yaxis.tickvals) == ["8", "16", "24"]
+    assert list(figure.layout.xaxis.ticktext) == [SHOWN[1], SHOWN[2], SHOWN[6]]
+    assert figure.data[0].customdata[0, :, 2].tolist() == ["1", "2", "6"]
+
+
+@pytest.mark.parametrize("function", [message_cosines, message_frame, token_frame, mean_activation, message_means])
+def test_what_needs_activations_names_what_a_frame_is_good_for(function: Any) -> None:
+    arguments = (4,) if function in (mean_activation, message_means) else ()
+    with pytest.raises(AnalysisError, match=rf"^{function.__name__} needs .*got a DataFrame.*message_sum"):
+        function(frame(), *arguments)
+
+
+@pytest.mark.parametrize(
+    ("function", "made_by"),
+    [
+        (token_heatmap, "token_frame"),
+        (lambda given: projection_lines(given, layer=4, direction=NAME), "token_frame"),
+        (layer_frame, "token_frame"),
+        (message_summary, "token_frame"),
+        (message_norm_bars, "message_frame"),
+        (layer_profile, "layer_frame"),
+        (cosine_matrix, "message_cosines"),
+        (pca_scatter, "pca_frame"),
+        (dose_response, r"lab\.sweep"),
+        (direction_quality, r"direction\.frame"),
+    ],
+)
+def test_what_draws_a_frame_names_what_makes_it(function: Any, made_by: str) -> None:
+    with pytest.raises(AnalysisError, match=rf"needs a DataFrame, got CaptureHandle: .*{made_by}"):
+        function(run())
+    with pytest.raises(AnalysisError, match=rf"needs columns .*{made_by}"):
+        function(pd.DataFrame({"other": [1]}))
 
 
 def test_ids_stand_in_for_missing_texts() -> None:
@@ -335,6 +380,10 @@ def test_png_where_there_is_a_browser(tmp_path: Path, monkeypatch: pytest.Monkey
 
     if Chromium.find_browser(skip_local=False):
         assert asyncio.run(within_a_loop()).read_bytes().startswith(b"\x89PNG")
+        corner = matplotlib.image.imread(tmp_path / "figure.png")[0, 0]
+        assert corner.tolist() == [1, 1, 1, 1]  # a ground of its own, which a dark slide does not shine through
+        clear = save_figure(FIGURES["pca_scatter"](), tmp_path / "clear.png", background=None)
+        assert matplotlib.image.imread(clear)[0, 0, 3] == 0
     else:
         with pytest.raises(ExportError, match="it needs Chrome or Chromium"):
             asyncio.run(within_a_loop())

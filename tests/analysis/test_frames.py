@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,15 @@ def test_a_row_per_token() -> None:
     assert frame[["request", "prompt_index", "sample_index", "layer"]].drop_duplicates().values.tolist() == [
         ["r", 4, 1, 3]
     ]
+
+
+def test_frames_are_written_as_parquet(tmp_path: Path) -> None:
+    tokens = token_frame(chat(), directions=ALONG)
+    frames = {"tokens": tokens, "messages": message_frame(chat(), ALONG), "cosines": message_cosines(chat())}
+    frames |= {"layers": layer_frame(tokens), "summary": message_summary(tokens)}
+    for name, frame in frames.items():
+        frame.to_parquet(tmp_path / name)
+        pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / name), frame)
 
 
 def test_layers_and_requests() -> None:

@@ -85,6 +85,26 @@ def test_an_owner_killed_leaves_nothing(llama: str, tmp_path: Path) -> None:
     wait_until(lambda: not any(map(os.path.exists, shared)), 20, f"{shared} is freed")
 
 
+PLAIN = """
+import asyncio
+from vllm import SamplingParams  # sets up vLLM's logging
+from chatspace_lab import VLLMSteerModel, VLLMSteeringConfig
+model = VLLMSteerModel(VLLMSteeringConfig({folder!r}, dtype="float32", **{options!r}))
+params = SamplingParams(temperature=0.0, max_tokens=6, detokenize=False)
+(output,) = asyncio.run(model.generate([{prompt!r}], params, raw_output=True))
+print(len(output.outputs[0].token_ids))
+"""
+
+
+def test_a_plain_script_is_quiet_and_ends_an_engine_that_it_left_open(llama: str, no_leftovers: None) -> None:
+    code = PLAIN.format(folder=llama, options=OPTIONS, prompt=PROMPT)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_LOGGING")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "6\n", "")
+
+
 def test_closing(llama: str, no_leftovers: None) -> None:
     with started(llama, **OPTIONS) as model:
         _, (fetched, unfetched) = asyncio.run(model.generate([PROMPT] * 2, **SHORT, capture_layers=[0, 1, 2, 3]))

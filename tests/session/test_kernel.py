@@ -64,6 +64,7 @@ def test_the_start_shows_its_stages_and_the_lab_a_card(running: tuple[Kernel, An
         assert any(stage in page for page in pages), (stage, pages)
     assert "SmolLM2-135M-Instruct" in pages[-1]
     assert "30 layers × 576" in pages[-1]
+    assert [output for output in reply.outputs if "data" not in output] == []  # nothing that vLLM or torch printed
 
 
 def test_queued_cells_answer_in_order(running: tuple[Kernel, Any]) -> None:
@@ -129,6 +130,7 @@ def test_a_bar_is_shown_for_long_work(running: tuple[Kernel, Any]) -> None:
     reply = kernel.run('_ = lab.generate(["One two three"] * 40, temperature=0.0, max_tokens=60, ignore_eos=True)')
     shown = reply.text + "".join(str(output) for output in reply.outputs)
     assert "generate" in shown, shown
+    assert "40 of 40 requests" in reply.outputs[-1]["data"]["text/html"]  # what a saved notebook keeps
 
 
 def answered(kernel: Kernel) -> float:

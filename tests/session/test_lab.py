@@ -536,7 +536,7 @@ def test_what_is_kept_of_an_interrupted_chat_begins_with_what_it_continues_only(
 # -- history ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_history_tells_what_was_run(lab: LabSession, v: torch.Tensor) -> None:
+def test_the_history_tells_what_was_run(lab: LabSession, v: torch.Tensor, tmp_path: Path) -> None:
     lab.generate(["The river", {"prompt_token_ids": [5, 6, 7]}], temperature=0.0, max_tokens=3)
     lab.steer(4, v, 2.0)
     lab.chat(CHAT, seed=3, max_tokens=5, temperature=0.5)
@@ -551,7 +551,7 @@ def test_the_history_tells_what_was_run(lab: LabSession, v: torch.Tensor) -> Non
     assert frame["kind"].tolist() == ["generate", "generate", "chat", "generate"]
     assert frame["asked"].tolist() == ["The river", "3 token ids", "Name a river in France.", "A day"]
     assert frame["steering"].tolist() == ["none", "none", f"add 2·v (|v| {v.norm():.3g}) @ 4", "none"]
-    assert frame["sampling"].iloc[2] == {"temperature": 0.5, "seed": 3, "max_tokens": 5}
+    assert frame["sampling"].iloc[2] == "temperature=0.5, seed=3, max_tokens=5"
     assert frame["status"].tolist() == ["done"] * 4
     assert frame["tokens"].tolist()[:2] == [3, 3]
     assert frame["text"].iloc[3] == text
@@ -559,6 +559,8 @@ def test_the_history_tells_what_was_run(lab: LabSession, v: torch.Tensor) -> Non
     assert run.readings is not None
     np.testing.assert_array_equal(run.readings.values, stream.readings.values)
     assert (frame["seconds"] > 0).all()
+    frame.to_parquet(tmp_path / "history.parquet")
+    assert pd.read_parquet(tmp_path / "history.parquet")["sampling"].tolist() == frame["sampling"].tolist()
 
 
 def test_failed_requests_stand_in_the_history_too(lab: LabSession) -> None:

@@ -6,7 +6,8 @@ import pandas as pd
 from plotly.graph_objects import Figure
 from plotly.subplots import make_subplots
 
-from chatspace_lab.analysis.figures.style import BASELINE, SYMBOLS, finish, hues, need, one
+from chatspace_lab.analysis.figures.style import BASELINE, SYMBOLS, finish, hues, one
+from chatspace_lab.analysis.inputs import need
 
 _LINES = (
     ("auc", "held-out AUC", None, "solid"),

@@ -10,7 +10,14 @@ import plotly.graph_objects as go
 from chatspace_lab.errors import ExportError
 
 
-def save_figure(figure: go.Figure, path: str | Path, *, width: int = 1000, scale: float = 2.0) -> Path:
+def save_figure(
+    figure: go.Figure,
+    path: str | Path,
+    *,
+    width: int = 1000,
+    scale: float = 2.0,
+    background: str | None = "white",
+) -> Path:
     """Write a figure to ``path``, by its ending.
 
     Parameters
@@ -21,7 +28,10 @@ def save_figure(figure: go.Figure, path: str | Path, *, width: int = 1000, scale
         ``.html`` holds plotly's own code and asks for nothing from elsewhere (4 to 5 MB). ``.png`` needs kaleido and
         Chrome or Chromium. Folders are made.
     width, scale
-        Of the PNG: width in CSS pixels, and pixels per CSS pixel. The background stays transparent.
+        Of the PNG: width in CSS pixels, and pixels per CSS pixel.
+    background
+        Colour of the page behind the figure, as CSS writes it. None keeps the figure's own: those of this package are
+        transparent, with grey text that reads on light and on dark pages.
 
     Returns
     -------
@@ -37,6 +47,8 @@ def save_figure(figure: go.Figure, path: str | Path, *, width: int = 1000, scale
     if file.suffix not in (".html", ".png"):
         raise ExportError(f"{file.name}: figures are written as .html or .png")
     file.parent.mkdir(parents=True, exist_ok=True)
+    if background is not None:
+        figure = go.Figure(figure).update_layout(paper_bgcolor=background)
     if file.suffix == ".html":
         config = {"displaylogo": False, "responsive": True}
         figure.write_html(file, include_plotlyjs=True, include_mathjax=False, config=config)

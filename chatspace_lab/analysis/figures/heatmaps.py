@@ -13,15 +13,15 @@ from chatspace_lab.analysis.figures.style import (
     escape,
     finish,
     name_of,
-    need,
     one,
     shown_token,
     ticks,
 )
+from chatspace_lab.analysis.inputs import need
 
 
 def token_heatmap(tokens: pd.DataFrame, value: str = "norm", *, share: float = 0.98) -> go.Figure:
-    """Draw one value of a token frame, tokens from left to right and layers upwards.
+    """Draw one value of a token frame, a column per token and a row per captured layer, the last layer on top.
 
     Parameters
     ----------
@@ -43,7 +43,8 @@ def token_heatmap(tokens: pd.DataFrame, value: str = "norm", *, share: float = 0
     grid = tokens.pivot(index="layer", columns="position", values=value).sort_index()
     labels = tokens.drop_duplicates("position").set_index("position").loc[grid.columns]
     texts = [shown_token(token, at) for token, at in zip(labels["token"], labels["token_id"], strict=True)]
-    about = np.stack([texts, [escape(role) for role in labels["role"]]], axis=-1)
+    positions, layers = [int(at) for at in grid.columns], [str(layer) for layer in grid.index]
+    about = np.stack([texts, [escape(role) for role in labels["role"]], [str(at) for at in positions]], axis=-1)
     cells = grid.to_numpy(dtype=float)
     signed = value != "norm"
     sizes = np.abs(cells[np.isfinite(cells)])  # there may be none: cosines of rows that are zero
@@ -54,10 +55,11 @@ def token_heatmap(tokens: pd.DataFrame, value: str = "norm", *, share: float = 0
     figure = go.Figure(
         go.Heatmap(
             z=cells,
-            x=list(grid.columns),
-            y=list(grid.index),
+            x=list(range(len(positions))),  # not the positions: between those captured there may be others
+            y=layers,
             customdata=np.broadcast_to(about, (len(grid), *about.shape)),
-            hovertemplate="%{customdata[0]}<br>%{customdata[1]}, position %{x}, layer %{y}<br>%{z:.4g}<extra></extra>",
+            hovertemplate="%{customdata[0]}<br>%{customdata[1]}, position %{customdata[2]}, layer %{y}<br>%{z:.4g}"
+            "<extra></extra>",
             colorscale=DIVERGING if signed else SEQUENTIAL,
             zmin=-limit if signed else 0.0,
             zmax=limit,
@@ -66,8 +68,9 @@ def token_heatmap(tokens: pd.DataFrame, value: str = "norm", *, share: float = 0
         )
     )
     finish(figure, f"{name} per token and layer", "token (by position)", "layer (output of block)", height=480)
-    figure.update_xaxes(**ticks([int(at) for at in grid.columns], texts), showgrid=False)
-    figure.update_yaxes(showgrid=False)
+    figure.update_xaxes(**ticks(list(range(len(texts))), texts), showgrid=False)
+    step = -(-len(layers) // 40)
+    figure.update_yaxes(type="category", tickmode="array", tickvals=layers[::step], showgrid=False)
     figure.update_layout(showlegend=False)  # the colour bar is the legend
     return figure
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pandas as pd
 import plotly.graph_objects as go
 
-from chatspace_lab.analysis.figures.style import DASHES, SYMBOLS, axis_name, escape, finish, hues, need
+from chatspace_lab.analysis.figures.style import DASHES, SYMBOLS, axis_name, escape, finish, hues
+from chatspace_lab.analysis.inputs import need
 
 
 def layer_profile(layers: pd.DataFrame, value: str = "norm", *, by: str | None = None) -> go.Figure:

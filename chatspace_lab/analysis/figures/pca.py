@@ -5,7 +5,8 @@ from __future__ import annotations
 import pandas as pd
 import plotly.graph_objects as go
 
-from chatspace_lab.analysis.figures.style import SYMBOLS, escape, finish, hues, need
+from chatspace_lab.analysis.figures.style import SYMBOLS, escape, finish, hues
+from chatspace_lab.analysis.inputs import need
 
 
 def pca_scatter(places: pd.DataFrame, *, across: int = 1, up: int = 2, title: str = "PCA of means") -> go.Figure:

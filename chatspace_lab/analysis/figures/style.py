@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import pandas as pd
 import plotly.colors
 import plotly.graph_objects as go
@@ -72,21 +70,6 @@ def finish(figure: go.Figure, title: str, x: str, y: str, *, height: int = 420, 
     figure.update_xaxes(**axis, title_text=escape(x), zeroline=False)
     figure.update_yaxes(**axis, title_text=escape(y))
     return figure
-
-
-def need(frame: pd.DataFrame, columns: Iterable[str], what: str) -> None:
-    """Check that a frame has rows, and the columns that a figure draws.
-
-    Raises
-    ------
-    AnalysisError
-        Naming those that are missing.
-    """
-    missing = [column for column in columns if column not in frame.columns]
-    if missing:
-        raise AnalysisError(f"{what} needs columns {missing}; this frame has {list(map(str, frame.columns))}")
-    if frame.empty:
-        raise AnalysisError(f"{what}: the frame has no rows")
 
 
 def one(frame: pd.DataFrame, column: str, what: str) -> object:

@@ -6,7 +6,8 @@ import pandas as pd
 from plotly.graph_objects import Figure
 from plotly.subplots import make_subplots
 
-from chatspace_lab.analysis.figures.style import DASHES, SYMBOLS, escape, excerpt, finish, hues, need
+from chatspace_lab.analysis.figures.style import DASHES, SYMBOLS, escape, excerpt, finish, hues
+from chatspace_lab.analysis.inputs import need
 from chatspace_lab.errors import AnalysisError
 
 _PANELS = {

@@ -14,12 +14,12 @@ from chatspace_lab.analysis.figures.style import (
     axis_name,
     escape,
     finish,
-    need,
     one,
     shown_token,
     ticks,
 )
 from chatspace_lab.analysis.frames import directions_of
+from chatspace_lab.analysis.inputs import need
 from chatspace_lab.errors import AnalysisError
 
 
@@ -54,6 +54,8 @@ def projection_lines(
     AnalysisError
         If a frame lacks the layer or column, or holds several requests.
     """
+    for run in (steered,) if baseline is None else (steered, baseline):
+        need(run, ["request", "layer", "position", "token_id", "token", "role", "message"], "projection_lines")
     column = value or f"projection_{_only_direction(steered, direction)}"
     runs = [("baseline", baseline, BASELINE, "dash", "circle-open"), ("steered", steered, STEERED, "solid", "circle")]
     figure = go.Figure()
@@ -61,7 +63,7 @@ def projection_lines(
     for name, run, colour, dash, symbol in runs:
         if run is None:
             continue
-        need(run, ["request", "layer", "position", "token_id", "token", "role", "message", column], "projection_lines")
+        need(run, [column], "projection_lines")
         one(run, "request", f"projection_lines ({name})")
         chosen = run[(run["layer"] == layer) & (first_token | (run["position"] > 0))].sort_values("position")
         if chosen.empty:
