@@ -1,4 +1,4 @@
-"""The command ``chatspace-lab``: demo, smoke, verify and bench.
+"""The command ``chatspace-lab``: demo, smoke, models, verify and bench.
 
 Exit codes: 0 well done, 1 a check failed, 2 it could not be run as asked.
 """
@@ -10,7 +10,9 @@ import asyncio
 import math
 import signal
 import sys
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 
 from chatspace_lab import __version__
 from chatspace_lab.errors import LabError
@@ -38,6 +40,8 @@ def _parser() -> argparse.ArgumentParser:
     smoke.add_argument("--prompt", default="Question: What is the capital of France? Answer:", help="what to complete")
     smoke.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
     smoke.add_argument("--seed", type=int, default=0, help="of the random vector (default: %(default)s)")
+
+    commands.add_parser("models", help="list the architectures that were compared with Hugging Face; run nothing")
 
     verify = commands.add_parser("verify", help="a report in a minute or two: is all of it right on this machine?")
     verify.add_argument(
@@ -73,8 +77,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--mib", type=_positive, default=64, help="of captures, with --transport (default: %(default)s)")
     bench.add_argument("--sweep", action="store_true", help="a sweep as one batch against its runs one by one")
+    bench.add_argument(
+        "--measured", action="store_true", help="print the figures measured before this release; run nothing"
+    )
     bench.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
     return parser
+
+
+def _models() -> str:
+    from chatspace_lab.runtime.compared import ABOUT, compared
+
+    rows = [
+        ("architecture", "model", "captures", "operations", "verdict"),
+        *((row.architecture, row.model, row.captures, row.operations, row.verdict) for row in compared()),
+    ]
+    widths = [max(len(row[at]) for row in rows) for at in range(4)]
+    lines = ("  ".join([*map(str.ljust, row[:4], widths), row[4]]) for row in rows)
+    counts = Counter(row.verdict.partition(":")[0] for row in compared())
+    total = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    return f"{ABOUT}\n\n" + "\n".join(lines) + f"\n\n{total}"
 
 
 def _positive(text: str) -> int:
@@ -118,6 +139,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         Arguments; None is those of the process.
     """
     arguments = _parser().parse_args(argv)
+    if arguments.command == "models":
+        print(_models())
+        return 0
+    if arguments.command == "bench" and arguments.measured:
+        print(Path(__file__).with_name("measured.md").read_text(encoding="utf-8"), end="")
+        return 0
     quieten()
     # asyncio's own handler cancels the command at its next await, and an engine's start has none for half a minute.
     usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler

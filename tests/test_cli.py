@@ -38,6 +38,16 @@ def test_the_command_line_loads_nothing_heavy() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 
+def test_tables_are_printed_without_an_engine() -> None:
+    models = run("models")
+    assert models.returncode == 0, models.stderr
+    assert re.search(r"^LlamaForCausalLM +llama +\de-0\d +\de-0\d +right$", models.stdout, re.MULTILINE)
+    assert re.search(r"^\d+ right, \d+ refused, \d+ not buildable$", models.stdout.splitlines()[-1])
+    measured = run("bench", "--measured").stdout
+    for word in ("chatspace-lab bench --pairs", "chatspace-lab bench --gpu", "chatspace-lab bench --sweep"):
+        assert word in measured
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

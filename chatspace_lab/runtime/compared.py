@@ -7,69 +7,37 @@ who uses a model that was never compared is told so.
 
 from __future__ import annotations
 
-RIGHT = frozenset(
-    [
-        "AfmoeForCausalLM",
-        "ArceeForCausalLM",
-        "Cohere2ForCausalLM",
-        "CohereForCausalLM",
-        "CwmForCausalLM",
-        "Ernie4_5ForCausalLM",
-        "Ernie4_5_MoeForCausalLM",
-        "Exaone4ForCausalLM",
-        "ExaoneMoeForCausalLM",
-        "FalconForCausalLM",
-        "FalconH1ForCausalLM",
-        "FlexOlmoForCausalLM",
-        "GPT2LMHeadModel",
-        "GPTBigCodeForCausalLM",
-        "GPTJForCausalLM",
-        "GPTNeoXForCausalLM",
-        "Gemma2ForCausalLM",
-        "Gemma3ForCausalLM",
-        "Gemma4ForCausalLM",
-        "GemmaForCausalLM",
-        "Glm4ForCausalLM",
-        "Glm4MoeForCausalLM",
-        "GlmForCausalLM",
-        "GptOssForCausalLM",
-        "GraniteForCausalLM",
-        "GraniteMoeForCausalLM",
-        "GraniteMoeHybridForCausalLM",
-        "GraniteMoeSharedForCausalLM",
-        "HeliumForCausalLM",
-        "HunYuanDenseV1ForCausalLM",
-        "HunYuanMoEV1ForCausalLM",
-        "HyperCLOVAXForCausalLM",
-        "Jais2ForCausalLM",
-        "Llama4ForCausalLM",
-        "LlamaForCausalLM",
-        "Mamba2ForCausalLM",
-        "MellumForCausalLM",
-        "MiniCPM3ForCausalLM",
-        "Ministral3ForCausalLM",
-        "MistralForCausalLM",
-        "MixtralForCausalLM",
-        "NemotronForCausalLM",
-        "OPTForCausalLM",
-        "Olmo2ForCausalLM",
-        "Olmo3ForCausalLM",
-        "OlmoForCausalLM",
-        "OlmoeForCausalLM",
-        "PersimmonForCausalLM",
-        "Phi3ForCausalLM",
-        "PhiForCausalLM",
-        "Qwen2ForCausalLM",
-        "Qwen2MoeForCausalLM",
-        "Qwen3ForCausalLM",
-        "Qwen3MoeForCausalLM",
-        "SeedOssForCausalLM",
-        "SmolLM3ForCausalLM",
-        "StableLmForCausalLM",
-        "Starcoder2ForCausalLM",
-        "VaultGemmaForCausalLM",
-    ]
-)
+from pathlib import Path
+from typing import NamedTuple
+
+TABLE = Path(__file__).with_name("compared.md")
+"""Every architecture that was compared, as ``python -m tests.architectures --markdown`` wrote it."""
+
+
+class Compared(NamedTuple):
+    """A row of :data:`TABLE`; what its errors are, :data:`ABOUT` says."""
+
+    model: str
+    architecture: str
+    form: str
+    captures: str
+    operations: str
+    verdict: str
+
+
+ABOUT = """\
+Architectures compared with Hugging Face in float32, captures and every operation at every layer, by
+`python -m tests.architectures`, on a small random model of each. An error is a row's distance relative to its length,
+the largest of all rows and layers; "right" is below 1e-4. "not buildable": plain vLLM cannot run it on a CPU either."""
+
+
+def compared() -> list[Compared]:
+    """Return the rows of :data:`TABLE`."""
+    lines = [line for line in TABLE.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    return [Compared(*(cell.strip() for cell in line.strip("|").split("|"))) for line in lines[2:]]
+
+
+RIGHT = frozenset(row.architecture for row in compared() if row.verdict == "right")
 """Architectures, as in a checkpoint's ``config.json``, of which a small random model is within 1e-4 in float32."""
 
 QUANTISED = frozenset({"compressed-tensors", "gptq", "auto_gptq", "awq", "auto_awq"})

@@ -213,8 +213,9 @@ class History:
         rows = [
             (
                 run.number, run.started, run.kind, run.status, run.asked, describe(run.steering),
-                _as_arguments(run.sampling), len(run.prompt_token_ids), len(run.token_ids), run.text, run.finish_reason, run.seconds,
-                run.capture_layers, 0 if run.readings is None else len(run.readings), run.error,
+                _as_arguments(run.sampling), len(run.prompt_token_ids), len(run.token_ids), run.text,
+                run.finish_reason, run.seconds, run.capture_layers,
+                0 if run.readings is None else len(run.readings), run.error,
             )
             for run in self.runs
         ]  # fmt: skip
