@@ -10,8 +10,10 @@ test: setup ## tests and notebooks
 test-all: setup ## the same, and the tests marked slow
 	@.ci/test --all
 
-lab: setup ## JupyterLab on notebooks/, with the panels open
-	@.venv/bin/jupyter lab --allow-root --LabApp.default_url=/lab/tree/10_panels.ipynb notebooks
+lab: setup ## JupyterLab on my_notebooks/, copies of notebooks/ that git ignores, with the panels open
+	@mkdir -p my_notebooks
+	@for file in notebooks/*.ipynb; do [ -e "my_$$file" ] || cp "$$file" "my_$$file"; done
+	@.venv/bin/jupyter lab --allow-root --LabApp.default_url=/lab/tree/10_panels.ipynb my_notebooks
 
 bench: setup ## throughput beside plain vLLM
 	@.venv/bin/chatspace-lab bench

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -76,3 +77,17 @@ def test_a_gpu_is_seen(tmp_path: Path) -> None:
     assert check(tmp_path, gpu, CHATSPACE_LAB_EXTRA="cpu").stderr.endswith("extra cpu\n")
     assert "is cpu or gpu, not 'tpu'" in check(tmp_path, gpu, CHATSPACE_LAB_EXTRA="tpu").stderr
     assert "20 GB of free disk" in check(tmp_path, {"df": DISK.format(kb=15_000_000)}).stderr
+
+
+def test_long_steps_say_that_they_still_run(tmp_path: Path) -> None:
+    """Also in a log, and without a word of their own; the step's own output and status pass through."""
+    functions = [
+        part for part in re.split(r"\n(?=\w+\(\) )", SETUP.read_text()) if part.startswith(("say()", "busy()"))
+    ]
+    code = "\n".join(["set -euo pipefail", *functions, "busy 'unpacking' bash -c 'sleep 3.5; echo here; exit 7'"])
+    env = {**os.environ, "HEARTBEAT_S": "1"}
+    done = subprocess.run(["bash", "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (7, "here\n")
+    told = done.stderr.splitlines()
+    assert len(told) >= 2
+    assert all(re.fullmatch(r"setup:   still unpacking: \d s", line) for line in told), told
