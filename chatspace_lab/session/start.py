@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from chatspace_lab import wire
 from chatspace_lab.errors import EngineStartError
+from chatspace_lab.models import DEMO_NAME, cache_dir
 from chatspace_lab.session.line import Line
 
 DOWNLOAD = "downloading the model"
@@ -15,15 +19,21 @@ DEMO = "making the demo model (once)"
 PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
 """What is fetched of a model on the Hugging Face hub."""
 
+READY = wire.STAGES[-1]
+TIMES = "starts.json"
+"""File in the cache folder with the seconds that starts took."""
+
 
 class StartDisplay:
-    """Shows a stage and the seconds since the start; the last line stays."""
+    """Shows a stage, the seconds since the start, and how long it took the last time; the last line stays."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._begun = time.monotonic()
         self._stage = ""
         self._line = Line(log_s=30.0)
+        known = _times().get(name)
+        self._usual = f" of about {known:.0f} s" if known else " of 20 to 60 s" if name == DEMO_NAME else ""
 
     def __enter__(self) -> StartDisplay:
         return self
@@ -31,14 +41,33 @@ class StartDisplay:
     def show(self, stage: str) -> None:
         """Say what is being done. Cheap to call again and again."""
         new, self._stage = stage != self._stage, stage
-        self._line.show(f"chatspace-lab · {self._name} · {stage} · {time.monotonic() - self._begun:.0f} s", new=new)
+        seconds = time.monotonic() - self._begun
+        usual = "" if stage == READY else self._usual
+        self._line.show(f"chatspace-lab · {self._name} · {stage} · {seconds:.0f} s{usual}", new=new)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if kind is not None and self._stage:
             self.show(f"{'interrupted' if issubclass(kind, KeyboardInterrupt) else 'failed'} while {self._stage}")
+        elif self._stage == READY:
+            _keep_time(self._name, time.monotonic() - self._begun)
         self._line.end(self._line.shown, keep=True)
+
+
+def _times() -> dict[str, float]:
+    """Return how many seconds each model took to start on this machine, the last time."""
+    try:
+        return dict(json.loads((cache_dir() / TIMES).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def _keep_time(name: str, seconds: float) -> None:
+    text = json.dumps({**_times(), name: round(seconds, 1)})
+    with contextlib.suppress(OSError):  # it is no more than a hint
+        cache_dir().mkdir(parents=True, exist_ok=True)
+        (cache_dir() / TIMES).write_text(text, encoding="utf-8")
 
 
 def find_model(name: str | None, show: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +22,27 @@ def test_a_log_file_gets_a_line_per_stage(capsys: pytest.CaptureFixture[str]) ->
         "chatspace-lab · a model · ready",
     ]
     assert all(line.endswith(" s") for line in lines)
+
+
+def test_it_says_how_long_it_will_take(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CHATSPACE_LAB_CACHE", str(tmp_path))
+    for name in ("SmolLM2-135M-Instruct", "a model", "a model"):
+        with StartDisplay(name) as display:
+            display._begun -= 41
+            display.show("loading")
+            display.show("ready")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[::2] == [
+        "chatspace-lab · SmolLM2-135M-Instruct · loading · 41 s of 20 to 60 s",
+        "chatspace-lab · a model · loading · 41 s",
+        "chatspace-lab · a model · loading · 41 s of about 41 s",
+    ]
+    assert lines[-1] == "chatspace-lab · a model · ready · 41 s"
+    (tmp_path / "starts.json").write_text("[")
+    with StartDisplay("a model") as display:
+        display.show("loading")
 
 
 @pytest.mark.parametrize(
