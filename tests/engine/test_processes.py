@@ -87,8 +87,8 @@ def test_an_owner_killed_leaves_nothing(llama: str, tmp_path: Path) -> None:
 
 PLAIN = """
 import asyncio
-from vllm import SamplingParams  # sets up vLLM's logging
 from chatspace_lab import VLLMSteerModel, VLLMSteeringConfig
+from vllm import SamplingParams  # sets up vLLM's logging
 model = VLLMSteerModel(VLLMSteeringConfig({folder!r}, dtype="float32", **{options!r}))
 params = SamplingParams(temperature=0.0, max_tokens=6, detokenize=False)
 (output,) = asyncio.run(model.generate([{prompt!r}], params, raw_output=True))
