@@ -21,7 +21,8 @@
     ├── EngineDeadError (RuntimeError)        the engine or one of its workers is gone
     └── WorkerError (RuntimeError)            a worker failed; carries the worker's own traceback
 
-A model that was never compared with Hugging Face is used with an :class:`UncomparedWarning`.
+A model that was never compared with Hugging Face is used with an :class:`UncomparedWarning`; near copies among the
+samples of a direction bring a :class:`NearCopiesWarning`.
 
 An error from a worker is raised here as one of these, with the worker's traceback as its cause.
 """
@@ -111,3 +112,7 @@ class WorkerTracebackError(Exception):
 
 class UncomparedWarning(UserWarning):
     """The model is of a kind that was never compared with Hugging Face; says which, and how to compare it."""
+
+
+class NearCopiesWarning(UserWarning):
+    """Pairs of samples are near copies of each other, and are tested as one group."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from chatspace_lab import lazy
 
 if TYPE_CHECKING:
-    from chatspace_lab.analysis.direction import Direction, LayerChoice
+    from chatspace_lab.analysis.direction import Direction, LayerChoice, SteeringChoice
     from chatspace_lab.analysis.dose import (
         dose_frame,
         dose_of_scale,
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Direction": "direction",
     "LayerChoice": "direction",
+    "SteeringChoice": "direction",
     "cosine_frame": "messages",
     "cosine_matrix": "figures.heatmaps",
     "difference_of_means": "fit",
@@ -86,6 +87,7 @@ _HOME = {
 __all__ = [
     "Direction",
     "LayerChoice",
+    "SteeringChoice",
     "cosine_frame",
     "cosine_matrix",
     "difference_of_means",

@@ -7,7 +7,7 @@ small.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,8 @@ from sklearn.linear_model import LogisticRegression
 from threadpoolctl import threadpool_limits
 
 from chatspace_lab.analysis.direction import Direction
-from chatspace_lab.analysis.samples import Samples, paired
+from chatspace_lab.analysis.groups import groups_of
+from chatspace_lab.analysis.samples import MIN_PAIRS, Samples, auc_of, paired
 from chatspace_lab.errors import AnalysisError
 
 Fit = Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -31,6 +32,7 @@ class _Plan:
     shuffles: int
     splits: int
     seed: int
+    groups: Iterable[Hashable] | None
 
 
 def difference_of_means(
@@ -44,6 +46,7 @@ def difference_of_means(
     shuffles: int = 20,
     splits: int = 10,
     seed: int = 0,
+    groups: Iterable[Hashable] | None = None,
 ) -> Direction:
     """Return the mean of ``positive`` minus that of ``negative``, per layer.
 
@@ -51,7 +54,8 @@ def difference_of_means(
     ----------
     positive, negative
         Contrasting pairs: sample i of one is the counterpart of sample i of the other. Either dicts of layer to
-        ``[pairs, hidden_size]`` (numpy or torch, any float dtype), or sequences of fetched capture handles.
+        ``[pairs, hidden_size]`` (numpy or torch, any float dtype), sequences of fetched capture handles, or what
+        ``lab.capture`` returned with ``reduce="mean"`` or ``"last"``.
     name
         Names the direction.
     tokens
@@ -67,13 +71,22 @@ def difference_of_means(
         How often the pairs are halved for the split-half cosine.
     seed
         Of folds, shuffles and halves: the same seed gives the same numbers.
+    groups
+        A label per pair. Pairs with the same label (a question and its paraphrases, runs of one prompt) are never
+        divided: they are held out, swapped and halved together. Near copies are grouped without being named.
 
     Raises
     ------
     AnalysisError
-        If there are fewer than four pairs, the sides do not match, a sample holds NaN, or they do not differ.
+        If there are fewer than four pairs, or groups of them, the sides do not match, a sample holds NaN, or they do
+        not differ.
+
+    Warns
+    -----
+    NearCopiesWarning
+        If pairs that ``groups`` does not keep together are near copies.
     """
-    plan = _Plan(folds, shuffles, splits, seed)
+    plan = _Plan(folds, shuffles, splits, seed, groups)
     return _build("difference of means", _difference, positive, negative, name, tokens, layers, plan, {})
 
 
@@ -88,13 +101,14 @@ def pca_of_differences(
     shuffles: int = 20,
     splits: int = 10,
     seed: int = 0,
+    groups: Iterable[Hashable] | None = None,
 ) -> Direction:
     """Return the axis along which the differences of the pairs are largest, pointing to ``positive``, per layer.
 
     The differences are not centred: each stands in the PCA with both signs, so what they have in common counts.
     Arguments, result and errors as in :func:`difference_of_means`.
     """
-    plan = _Plan(folds, shuffles, splits, seed)
+    plan = _Plan(folds, shuffles, splits, seed, groups)
     return _build("pca of differences", _principal, positive, negative, name, tokens, layers, plan, {})
 
 
@@ -110,6 +124,7 @@ def logistic_probe(
     shuffles: int = 20,
     splits: int = 10,
     seed: int = 0,
+    groups: Iterable[Hashable] | None = None,
 ) -> Direction:
     """Return the weights of a logistic regression that tells ``positive`` from ``negative``, per layer.
 
@@ -129,7 +144,7 @@ def logistic_probe(
         probe.fit(samples / scale, np.repeat([1, 0], [len(left), len(right)]))
         return np.asarray(probe.coef_[0])
 
-    plan = _Plan(folds, shuffles, splits, seed)
+    plan = _Plan(folds, shuffles, splits, seed, groups)
     details = {"regularisation": regularisation}
     return _build("logistic probe", fit, positive, negative, name, tokens, layers, plan, details)
 
@@ -161,24 +176,35 @@ def _build(
     if plan.folds < 2 or plan.shuffles < 1 or plan.splits < 1:
         raise AnalysisError("at least 2 folds, 1 shuffle and 1 split are needed")
     vectors, norms, auc, shuffled, high, half = {}, {}, {}, {}, {}, {}
-    pairs = 0
-    for layer, (left, right) in paired(positive, negative, tokens, layers).items():
-        pairs = len(left)
+    samples = paired(positive, negative, tokens, layers)
+    pairs = len(next(iter(samples.values()))[0])
+    same = [layer for layer, (left, right) in samples.items() if not _differ(left, right)]
+    if same:
+        raise AnalysisError(f"layer {same[0]}: positive and negative are the same on average, so there is no direction")
+    groups = groups_of(samples, plan.groups)
+    count = int(groups.max()) + 1
+    if count < MIN_PAIRS:
+        raise AnalysisError(
+            f"{pairs} pairs in {count} groups of the same or nearly the same samples are too few to hold any out; give "
+            f"at least {MIN_PAIRS} that differ"
+        )
+    best = np.zeros(plan.shuffles)
+    for layer, (left, right) in samples.items():
         norms[layer] = float(np.linalg.norm(_difference(left, right)))
-        # Sums of equal numbers in another order differ by rounding, so nothing that small is a difference.
-        if norms[layer] <= 1e-12 * float(np.abs(left).max()):
-            raise AnalysisError(
-                f"layer {layer}: positive and negative are the same on average, so there is no direction"
-            )
         left, right, basis = _reduced(left, right)
         with threadpool_limits(1):  # matrices this small are slower on several threads
             vectors[layer] = (fit(left, right) @ basis).astype(np.float32)
-            auc[layer] = _held_out(fit, left, right, plan)
-            chance = _shuffled(fit, left, right, plan)
-            half[layer] = _split_half(fit, left, right, plan)
+            auc[layer] = _held_out(fit, left, right, groups, plan)
+            chance = _shuffled(fit, left, right, groups, plan)
+            half[layer] = _split_half(fit, left, right, groups, plan)
         shuffled[layer], high[layer] = float(chance.mean()), float(np.quantile(chance, 0.95))
-    made = {"pairs": pairs, "folds": min(plan.folds, pairs), "shuffles": plan.shuffles, "splits": plan.splits}
-    source = {} if isinstance(positive, Mapping) else {"tokens": tokens}
+        best = np.maximum(best, chance)
+    made = {"pairs": pairs, "folds": min(plan.folds, count), "shuffles": plan.shuffles, "splits": plan.splits}
+    if count < pairs:
+        made["groups"] = count
+    if len(samples) > 1:
+        details = {**details, "shuffled_best": float(np.quantile(best, 0.95))}
+    source = {} if isinstance(positive, Mapping) or hasattr(positive, "by_layer") else {"tokens": tokens}
     return Direction(
         name=name,
         vectors=vectors,
@@ -192,6 +218,11 @@ def _build(
     )
 
 
+def _differ(left: np.ndarray, right: np.ndarray) -> bool:
+    # Sums of equal numbers in another order differ by rounding, so nothing that small is a difference.
+    return float(np.linalg.norm(_difference(left, right))) > 1e-12 * float(np.abs(left).max())
+
+
 def _reduced(left: np.ndarray, right: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return both sides in an orthonormal basis ``[rank, hidden_size]`` of their span, and that basis."""
     samples = np.concatenate([left, right])
@@ -202,42 +233,35 @@ def _reduced(left: np.ndarray, right: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return turned[: len(left)], turned[len(left) :], basis
 
 
-def _held_out(fit: Fit, left: np.ndarray, right: np.ndarray, plan: _Plan) -> float:
-    """Return the mean AUC over folds of pairs, each scored by a direction from the others."""
-    order = np.random.default_rng(plan.seed).permutation(len(left))
+def _held_out(fit: Fit, left: np.ndarray, right: np.ndarray, groups: np.ndarray, plan: _Plan) -> float:
+    """Return the mean AUC over folds of groups, each scored by a direction from the others."""
+    order = np.random.default_rng(plan.seed).permutation(int(groups.max()) + 1)
     scores = []
-    for held in np.array_split(order, min(plan.folds, len(left))):
-        kept = np.setdiff1d(order, held)
-        direction = fit(left[kept], right[kept])
-        scores.append(_auc(left[held] @ direction, right[held] @ direction))
+    for part in np.array_split(order, min(plan.folds, len(order))):
+        held = np.isin(groups, part)
+        direction = fit(left[~held], right[~held])
+        scores.append(auc_of(left[held] @ direction, right[held] @ direction))
     return float(np.mean(scores))
 
 
-def _auc(left: np.ndarray, right: np.ndarray) -> float:
-    """Return the share of (left, right) couples with left above right, ties half: the area under the ROC curve.
-
-    scikit-learn's function gives the same number; with so few samples nearly all of its time goes to checking them.
-    """
-    return float((np.greater.outer(left, right) + 0.5 * np.equal.outer(left, right)).mean())
-
-
-def _shuffled(fit: Fit, left: np.ndarray, right: np.ndarray, plan: _Plan) -> np.ndarray:
-    """Return the held-out AUC of each shuffle, ``[shuffles]``. A shuffle swaps the sides of each pair or does not."""
+def _shuffled(fit: Fit, left: np.ndarray, right: np.ndarray, groups: np.ndarray, plan: _Plan) -> np.ndarray:
+    """Return the held-out AUC of each shuffle, ``[shuffles]``. A shuffle swaps the sides of each group or does not."""
     random = np.random.default_rng([plan.seed, 1])
     scores = []
     for _ in range(plan.shuffles):
-        swap = random.integers(0, 2, size=(len(left), 1)).astype(bool)
-        scores.append(_held_out(fit, np.where(swap, right, left), np.where(swap, left, right), plan))
+        swap = random.integers(0, 2, size=(int(groups.max()) + 1, 1)).astype(bool)[groups]
+        scores.append(_held_out(fit, np.where(swap, right, left), np.where(swap, left, right), groups, plan))
     return np.array(scores)
 
 
-def _split_half(fit: Fit, left: np.ndarray, right: np.ndarray, plan: _Plan) -> float:
-    """Return the mean cosine between the directions from two halves of the pairs."""
+def _split_half(fit: Fit, left: np.ndarray, right: np.ndarray, groups: np.ndarray, plan: _Plan) -> float:
+    """Return the mean cosine between the directions from two halves of the groups."""
     random = np.random.default_rng([plan.seed, 2])
     cosines = []
     for _ in range(plan.splits):
-        order = random.permutation(len(left))
-        halves = [fit(left[part], right[part]) for part in np.array_split(order, 2)]
+        order = random.permutation(int(groups.max()) + 1)
+        parts = [np.isin(groups, part) for part in np.array_split(order, 2)]
+        halves = [fit(left[part], right[part]) for part in parts]
         length = float(np.linalg.norm(halves[0]) * np.linalg.norm(halves[1]))
         cosines.append(float(halves[0] @ halves[1]) / length if length else 0.0)
     return float(np.mean(cosines))

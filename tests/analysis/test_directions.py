@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,8 +25,8 @@ from chatspace_lab.analysis import (
     pca_of_differences,
     samples_of,
 )
-from chatspace_lab.analysis.fit import _auc
-from chatspace_lab.errors import AnalysisError, SteeringError
+from chatspace_lab.analysis.samples import auc_of
+from chatspace_lab.errors import AnalysisError, NearCopiesWarning, SteeringError
 from tests.analysis.handles import handle
 
 METHODS = (difference_of_means, pca_of_differences, logistic_probe)
@@ -109,7 +112,7 @@ def test_against_scikit_learn(samples: tuple) -> None:
         ours = logistic_probe({0: left}, {0: right}, regularisation=0.5, shuffles=1, splits=1).at(0).numpy()
         assert weights @ ours / np.linalg.norm(weights) == pytest.approx(1.0, abs=1e-4)
     scores = np.random.default_rng(0).integers(0, 5, size=(2, 30)).astype(float)  # with many ties
-    assert _auc(*scores) == pytest.approx(roc_auc_score([1] * 30 + [0] * 30, scores.reshape(-1)))
+    assert auc_of(*scores) == pytest.approx(roc_auc_score([1] * 30 + [0] * 30, scores.reshape(-1)))
 
 
 def test_the_seed_decides(samples: tuple) -> None:
@@ -142,6 +145,119 @@ def test_samples_of_handles() -> None:
     assert samples_of(made)[3].tolist() == [[3, 5]] * 2
     assert samples_of(made, "prompt")[3].tolist() == [[2, 4]] * 2
     assert samples_of(made, "answer")[3].tolist() == [[5, 6]] * 2
+
+
+def noise(groups: int, copies: int, spread: float, layers: int = 3, hidden: int = 96) -> list[dict[int, np.ndarray]]:
+    """Return two sides that differ by nothing: each pair many times, moved by a share of its own length."""
+    random = np.random.default_rng(11)
+    made: list[dict[int, np.ndarray]] = [{}, {}]
+    for layer in range(layers):
+        for side in made:
+            one = random.normal(size=(groups, hidden)).repeat(copies, axis=0)
+            side[layer] = one + spread * random.normal(size=one.shape)
+    return made
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.__name__)
+@pytest.mark.parametrize("spread", [0.0, 1e-6, 0.02, 0.08])
+def test_copies_are_no_evidence(method: Callable[..., Direction], spread: float) -> None:
+    positive, negative = noise(10, 5, spread, layers=1 if method is logistic_probe else 3)
+    with pytest.warns(NearCopiesWarning, match="40 of 50 pairs are near copies"):
+        direction = method(positive, negative)
+    assert direction.details["groups"] == 10
+    assert max(direction.auc.values()) < 0.85  # 0.95 and more when a copy of each held-out pair is fitted to
+    assert abs(np.mean(list(direction.auc.values())) - 0.5) < 0.2
+    assert abs(np.mean(list(direction.shuffled.values())) - 0.5) < 0.1
+    assert max(map(abs, direction.split_half.values())) < 0.4  # 0.8 and more
+    assert not direction.best_layer().trusted
+
+
+def test_groups_stay_together() -> None:
+    positive, negative = noise(10, 5, 0.6)  # paraphrases: alike, and no copies
+    labels = [f"question {at}" for at in range(10) for _ in range(5)]
+    alone = difference_of_means(positive, negative)
+    assert min(alone.auc.values()) > 0.85
+    grouped = difference_of_means(positive, negative, groups=labels)
+    assert grouped.details["groups"] == 10
+    assert max(grouped.auc.values()) < 0.85
+    assert max(map(abs, grouped.split_half.values())) < 0.4
+    assert not grouped.best_layer().trusted
+    same = difference_of_means(positive, negative, groups=range(50))
+    assert same.frame().equals(alone.frame())
+    with pytest.raises(AnalysisError, match="a label per pair, got 3 for 50 pairs"):
+        difference_of_means(positive, negative, groups=labels[:3])
+
+
+def test_what_is_one_sample_many_times() -> None:
+    positive, negative = noise(10, 1, 0.0)
+    one = {layer: np.repeat(rows[:1], 10, axis=0) for layer, rows in negative.items()}
+    for sides in ((positive, one), (one, positive), *[noise(count, 8, 0.0) for count in (1, 2, 3)]):
+        with pytest.warns(NearCopiesWarning), pytest.raises(AnalysisError, match="too few to hold any out"):
+            difference_of_means(*sides)
+    # The same sample on both sides, at different places.
+    mixed = {layer: np.roll(rows, 1, axis=0) + 1e-9 * negative[layer] for layer, rows in positive.items()}
+    with pytest.warns(NearCopiesWarning), pytest.raises(AnalysisError, match="too few to hold any out"):
+        difference_of_means(positive, mixed)
+
+
+def test_samples_apart_are_no_copies(samples: tuple) -> None:
+    """Neither a wide gap between the sides nor one sample far away makes the others copies."""
+    positive, negative, _ = samples
+    far = {layer: np.concatenate([rows[:20], 1e4 * rows[20:21]]) for layer, rows in positive.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        difference_of_means(positive, negative, shuffles=1, splits=1)
+        difference_of_means({0: positive[STRONG] + 1e5}, {0: negative[STRONG] - 1e5}, shuffles=1, splits=1)
+        difference_of_means(far, {layer: rows[:21] for layer, rows in negative.items()}, shuffles=1, splits=1)
+
+
+def test_auc_on_other_samples(samples: tuple) -> None:
+    positive, negative, unit = samples
+    direction = difference_of_means(positive, negative, layers=[FAINT, STRONG])
+    random = np.random.default_rng(9)
+    others = random.normal(size=(30, HIDDEN)) + 1.5 * unit, random.normal(size=(17, HIDDEN))
+    found = direction.auc_on({FAINT: others[0], 7: others[0]}, {FAINT: others[1]})
+    scores = np.concatenate(others) @ direction.at(FAINT).numpy()
+    assert found == {FAINT: pytest.approx(roc_auc_score([1] * 30 + [0] * 17, scores))}
+    assert direction.auc_on(negative, positive)[STRONG] == 0.0
+    for bad, said in (
+        (({9: others[0]}, {9: others[1]}), r"has layers \[1, 2\]; the samples have \[9\]"),
+        (({FAINT: others[0][:, :4]}, {FAINT: others[1]}), "samples have 4 entries"),
+        ((["a text"], ["another"]), "not tied to a lab"),
+        (("a text", "another"), "not tied to a lab"),
+        (({FAINT: others[0] * np.nan}, {FAINT: others[1]}), "hold NaN"),
+    ):
+        with pytest.raises(AnalysisError, match=said):
+            direction.auc_on(*bad)
+
+
+def test_copied_and_pickled(samples: tuple) -> None:
+    positive, negative, _ = samples
+    direction = difference_of_means(positive, negative, name="joy")
+    for other in (
+        copy.copy(direction),
+        copy.deepcopy({"a": direction})["a"],
+        pickle.loads(pickle.dumps(direction)),
+        pickle.loads(pickle.dumps(direction.tied(lambda texts: positive))),
+    ):
+        assert (other.name, other.method, other.details) == (direction.name, direction.method, direction.details)
+        assert other.frame().equals(direction.frame())
+        assert all(torch.equal(other.at(layer), direction.at(layer)) for layer in direction.layers)
+        with pytest.raises(TypeError):
+            other.auc[0] = 1.0  # type: ignore[index]
+
+
+def test_it_shows_its_evidence(samples: tuple) -> None:
+    positive, negative, _ = samples
+    direction = difference_of_means(positive, negative, name="<joy>")
+    choice = direction.best_layer()
+    for shown in (repr(direction), direction._repr_html_()):
+        for part in ("48 pairs", f"layer {choice.layer}", "AUC 1.000", "shuffled labels", "halves", "raw length"):
+            assert part in shown
+    assert "<joy>" not in direction._repr_html_()
+    assert "shuffled_high" in direction._repr_html_()
+    assert len(direction.figure().data) == 5
+    assert repr(Direction("d", {2: [1.0, 0.0]})) == "Direction('d', given, layer 2)"
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.__name__)
@@ -199,6 +315,18 @@ def test_saved_and_loaded(samples: tuple, tmp_path: Path) -> None:
         Direction.load(tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize("name", ["joy.gguf", "joy.pt", "joy.npz", "joy.JSON5", "joy.7z", "joy.pkl", "joy.csv"])
+def test_formats_that_it_is_not_kept_in(name: str, tmp_path: Path) -> None:
+    direction = Direction("joy", {2: [1.0, 0.0]})
+    for do in (direction.save, Direction.load):
+        with pytest.raises(AnalysisError, match=r"\.safetensors and \.json, not as \.\w+"):
+            do(tmp_path / "folder" / name)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(AnalysisError, match="cannot be written"):
+        Direction("joy", {2: [1.0, 0.0]}, details={"x": object()}).save(tmp_path / "joy")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_direction_is_frozen_and_checked() -> None:
     vector = torch.tensor([3.0, 4.0])
     direction = Direction("d", {7: vector, 2: vector})
@@ -228,12 +356,32 @@ def test_the_best_layer_is_the_one_whose_halves_agree() -> None:
     known = {"auc": {0: 0.99, 1: 1.0, 2: 0.995, 3: 0.6}, "split_half": {0: 0.7, 1: 0.6, 2: 0.9, 3: 0.99}}
     choice = Direction("d", vectors, shuffled_high=dict.fromkeys(range(4), 0.7), **known).best_layer()
     assert (choice.layer, choice.trusted) == (2, True)
-    assert "3 layers are within 0.01" in choice.reason
+    assert "2 layers do equally well" in choice.reason
     apart = Direction("d", vectors, auc=known["auc"], split_half=dict.fromkeys(range(4), 0.1)).best_layer()
     assert (apart.layer, apart.trusted) == (1, False)
     assert "halves hardly agree" in apart.reason
     chance = Direction("d", vectors, auc=known["auc"], shuffled_high=dict.fromkeys(range(4), 1.0)).best_layer()
     assert not chance.trusted
+
+
+def test_ties_go_to_the_middle_and_late_layers_are_for_reading_only() -> None:
+    rising = {layer: 0.80 + 0.005 * layer for layer in range(30)}
+    tied = Direction("d", dict.fromkeys(range(30), (1.0, 0.0)), auc=dict.fromkeys(range(30), 1.0), split_half=rising)
+    assert tied.best_layer().layer == 15
+    assert tied.steering_layers().layers == (12, 13, 14, 15, 16, 17)
+    assert tied.steering_layers().layer == 15
+    late = {**dict.fromkeys(range(30), 0.8), 28: 1.0}
+    only = Direction("d", dict.fromkeys(range(30), (1.0, 0.0)), auc=late, split_half=rising)
+    assert only.best_layer().layer == 28
+    assert "for reading only" in only.best_layer().reason
+    assert only.steering_layers().layers[-1] < 24
+    some = Direction("d", dict.fromkeys((8, 20), (1.0, 0.0)), details={"layer_count": 30})
+    assert some.steering_layers().layer == 20 or some.steering_layers().layer == 9
+    assert not some.steering_layers().trusted
+    broken = {**dict.fromkeys(range(30), 1.0), 14: 0.6}
+    assert Direction("d", dict.fromkeys(range(30), (1.0, 0.0)), auc=broken).steering_layers().layers == (
+        15, 16, 17, 18, 19, 20,
+    )  # fmt: skip
 
 
 def test_pca_of_means() -> None:
