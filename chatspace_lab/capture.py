@@ -21,6 +21,7 @@ from chatspace_lab.errors import (
 from chatspace_lab.readings import POOLS, Readings
 from chatspace_lab.spans import below
 from chatspace_lab.steering.directions import DirectionSet
+from chatspace_lab.steering.specs import SteeringSpec
 from chatspace_lab.steering.vectors import as_list
 
 NO_UNITS = np.zeros((1, 0, 1), dtype=np.float32)
@@ -70,6 +71,8 @@ class CaptureHandle:
         Generated tokens, the last one included.
     prompt_index, sample_index : int
         Which prompt of the call, and which of its ``n`` samples.
+    steering : SteeringSpec or None
+        What was in force for the request; ``SteeringSpec.none()`` if nothing was, None if it is not known.
     """
 
     def __init__(
@@ -85,8 +88,10 @@ class CaptureHandle:
         copies: int = 1,
         prompt_index: int = 0,
         sample_index: int = 0,
+        steering: SteeringSpec | None = None,
     ) -> None:
         self._source = source
+        self.steering = steering
         self._boundaries = boundaries
         self._copies, self._hidden_size = copies, hidden_size
         self._captures: dict[int, list[dict[str, torch.Tensor]]] | None = None

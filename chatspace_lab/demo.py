@@ -106,7 +106,10 @@ async def contrast(model: VLLMSteerModel, positive: Sequence[str], negative: Seq
     """
     import torch
 
-    _, handles = await model.generate([*positive, *negative], temperature=0.0, max_tokens=1, capture_layers=[layer])
+    from chatspace_lab import SteeringSpec
+
+    texts, plain = [*positive, *negative], SteeringSpec.none()
+    _, handles = await model.generate(texts, temperature=0.0, max_tokens=1, steering=plain, capture_layers=[layer])
     await model.fetch_captures_batch(handles)
     rows = [handle.hidden(layer)[1:].float() for handle in handles]
     for handle in handles:

@@ -7,6 +7,7 @@ small.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -177,6 +178,18 @@ def _build(
         raise AnalysisError("at least 2 folds, 1 shuffle and 1 split are needed")
     vectors, norms, auc, shuffled, high, half = {}, {}, {}, {}, {}, {}
     samples = paired(positive, negative, tokens, layers)
+    source: dict[str, Any] = {"tokens": tokens}
+    if isinstance(positive, Mapping) or hasattr(positive, "by_layer"):
+        source = {}
+    steered = [word for each in (positive, negative) for word in _steered(each)]
+    if steered:
+        source["steering"] = " and ".join(dict.fromkeys(steered))
+    if len(set(steered)) > 1:
+        warnings.warn(
+            f"samples of {name!r} were captured under different steering ({source['steering']}), so that the direction "
+            "is in part that of the steering; capture all with steering=SteeringSpec.none()",
+            stacklevel=3,
+        )
     pairs = len(next(iter(samples.values()))[0])
     same = [layer for layer, (left, right) in samples.items() if not _differ(left, right)]
     if same:
@@ -204,7 +217,6 @@ def _build(
         made["groups"] = count
     if len(samples) > 1:
         details = {**details, "shuffled_best": float(np.quantile(best, 0.95))}
-    source = {} if isinstance(positive, Mapping) or hasattr(positive, "by_layer") else {"tokens": tokens}
     return Direction(
         name=name,
         vectors=vectors,
@@ -216,6 +228,15 @@ def _build(
         shuffled_high=high,
         split_half=half,
     )
+
+
+def _steered(side: Samples) -> list[str]:
+    """Return in words under which steering the samples of a side were captured, as far as it is known."""
+    if hasattr(side, "steered"):
+        return [side.steered]
+    handles = [] if isinstance(side, Mapping) or not isinstance(side, Sequence) else side
+    known = [each.steering for each in handles if getattr(each, "steering", None) is not None]
+    return ["steered" if spec else "unsteered" for spec in known]
 
 
 def _differ(left: np.ndarray, right: np.ndarray) -> bool:

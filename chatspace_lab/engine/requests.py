@@ -87,6 +87,8 @@ class Submission:
     def steer(self, spec: SteeringSpec, program: Program | None, tokenizer: Any, max_model_len: int) -> None:
         """Set the steering, with its positions resolved for this prompt."""
         self.spec, self.program = spec, program
+        if self.handle is not None:
+            self.handle.steering = spec
         if program is not None:
             self.steer_spans = spans_of(as_where(spec.where), self.prompt, self.params, tokenizer, max_model_len)
 

@@ -147,6 +147,7 @@ class RequestMethods:
             copies=self.config.tensor_parallel_size,
             prompt_index=submission.prompt_index,
             sample_index=submission.sample_index,
+            steering=submission.spec,
         )
 
     def _steer(self, submission: Submission, spec: SteeringSpec | None) -> None:

@@ -190,7 +190,7 @@ class SessionRows:
         if known is None:
             return [middle]
         if getattr(vector, "auc", None):
-            return [vector.best_layer().layer]
+            return [vector.steering_layers().layer]
         return [min(known, key=lambda layer: abs(layer - middle))]
 
     # -- the session's steering --------------------------------------------------------------------------------------

@@ -280,8 +280,6 @@ class SteeringPanel(Panel):
         self.busy = f"building {name}"
         try:
             direction = await contrast(self._lab.aio, name, lines(positive), lines(negative))
-            if direction.name in self._lab.vectors:
-                raise RequestError(f"there is a vector {direction.name!r} already: choose another name")
             self._add(direction.name, "add", direction)
         finally:
             self.busy = ""

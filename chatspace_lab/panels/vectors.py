@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from chatspace_lab.errors import AnalysisError, RequestError
+from chatspace_lab.errors import RequestError
 from chatspace_lab.steering.directions import at_layer, is_per_layer
 from chatspace_lab.steering.vectors import as_vector
-from chatspace_lab.steering.where import Where
 
 if TYPE_CHECKING:
+    from chatspace_lab.analysis.direction import Direction
     from chatspace_lab.session.aio import AsyncLab
-
-MIN_PAIRS = 4
-"""From so many contrasting pairs on, a direction is tested on pairs that it has not seen."""
 
 
 def layers_with(vector: Any) -> list[int] | None:
@@ -133,42 +129,14 @@ def lines(text: str) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-async def contrast(lab: AsyncLab, name: str, positive: Sequence[str], negative: Sequence[str]) -> Any:
-    """Return the direction from ``negative`` to ``positive`` texts at every layer: the difference of their means.
+async def contrast(lab: AsyncLab, name: str, positive: Sequence[str], negative: Sequence[str]) -> Direction:
+    """Return the direction from ``negative`` to ``positive`` texts at every layer, as ``lab.direction`` makes it.
 
-    Each text counts with the mean over its tokens without the first, which is much longer than the others. With as
-    many texts on both sides, and at least four, it is tested on pairs that were held out.
+    It is in ``lab.vectors`` then, in place of an older one of that name. At least six texts a side are needed; what is
+    known of it (held-out AUC, shuffled level, layers) is the direction's own.
 
     Raises
     ------
     RequestError, AnalysisError
     """
-    if not name.strip():
-        raise RequestError("give the direction a name")
-    if not positive or not negative:
-        raise RequestError("contrasting texts: at least one on each side, a text a line")
-    layers = range(lab.model.layer_count)
-    pooled = await lab.capture(
-        [*positive, *negative], layers, "mean", where=Where.span(1, lab.model.max_model_len), steering=None
-    )
-    for text, rows in zip(pooled.rows["asked"], pooled.rows["rows"], strict=True):
-        if not rows:
-            raise RequestError(f"contrasting texts: {text!r} is a single token, and the first of a text does not count")
-    values = pooled.by_layer()
-    first = {layer: rows[: len(positive)] for layer, rows in values.items()}
-    second = {layer: rows[len(positive) :] for layer, rows in values.items()}
-    return await asyncio.to_thread(_difference, name.strip(), first, second)
-
-
-def _difference(name: str, positive: dict[int, np.ndarray], negative: dict[int, np.ndarray]) -> Any:
-    from chatspace_lab.analysis import Direction, difference_of_means
-
-    counts = len(positive[0]), len(negative[0])
-    if counts[0] == counts[1] >= MIN_PAIRS:
-        return difference_of_means(positive, negative, name=name)
-    raw = {layer: positive[layer].mean(axis=0) - negative[layer].mean(axis=0) for layer in positive}
-    norms = {layer: float(np.linalg.norm(vector)) for layer, vector in raw.items()}
-    if not all(norms.values()):
-        raise AnalysisError("the texts of both sides do not differ")
-    details = {"positive": counts[0], "negative": counts[1]}
-    return Direction(name, raw, norms, method="difference of means", details=details)
+    return await lab.direction(positive, negative, name=name)

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from chatspace_lab.analysis.dose import scale_for_dose
 from chatspace_lab.chat import ChatResponse, check_conversation
 from chatspace_lab.engine.model import VLLMSteerModel
 from chatspace_lab.errors import RequestError, SessionError
 from chatspace_lab.session import store
+from chatspace_lab.session.build import build
 from chatspace_lab.session.collect import Collection, asked, one_sample
 from chatspace_lab.session.history import History
 from chatspace_lab.session.job import CURRENT
 from chatspace_lab.session.pooled import PooledActivations
 from chatspace_lab.session.sweep import Grid, as_layers, frame_of, lay_out, vector_at
-from chatspace_lab.steering.names import directions_named, vector_named
+from chatspace_lab.steering.names import directions_named, spec_named, vector_named
 from chatspace_lab.steering.program import check_layer
 from chatspace_lab.steering.specs import AblationSpec, AddSpec, Operation, ProjectionCapSpec, SteeringSpec
 from chatspace_lab.steering.where import Where
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from chatspace_lab.analysis.direction import Direction
 
 
 class AsyncLab:
@@ -290,7 +293,7 @@ class AsyncLab:
         *,
         directions: Mapping[str, Any] | Sequence[str] | None = None,
         where: Where | str = "prompt",
-        steering: SteeringSpec | None = None,
+        steering: SteeringSpec | Literal["session"] | None = None,
         chat_options: dict[str, Any] | None = None,
         max_tokens: int = 1,
         temperature: float = 0.0,
@@ -316,16 +319,18 @@ class AsyncLab:
             over whole prompts take ``Where("prompt").without_first_token()``: the first token's activation is often a
             hundred times longer than all others, and would be all that the mean shows.
         steering
-            For all of them; None is what is in force now.
+            For all of them. None is no steering, whatever is in force: what is built or measured from activations is
+            about the model itself. ``"session"`` is the session-wide steering in force now.
         max_tokens, temperature, sampling
             As for ``generate``. An answer of n tokens has n − 1 rows.
 
         Returns
         -------
         PooledActivations
-            With ``"last"`` and ``"mean"``: ``[prompts, layers, hidden_size]`` float32 with labels.
+            With ``"last"`` and ``"mean"``: ``[prompts, layers, hidden_size]`` float32 with labels, and ``steering``.
         pandas.DataFrame
-            With ``"norm"`` and ``"projection"``: a row per prompt, layer and token, as ``analysis.token_frame``.
+            With ``"norm"`` and ``"projection"``: a row per prompt, layer and token, as ``analysis.token_frame``;
+            ``frame.attrs["steering"]`` says in words how they were steered.
         """
         if isinstance(prompts, str | Mapping) or not isinstance(prompts, Sequence):
             raise RequestError("capture: prompts is a list of prompts or of conversations")
@@ -337,7 +342,7 @@ class AsyncLab:
             reduce,
             directions=directions_named(directions, self.vectors),
             where=where,
-            steering=self.model.export_steering_spec() if steering is None else steering,
+            steering=self._steering(steering, "capture"),
             chat_options=chat_options,
             sampling={"max_tokens": max_tokens, "temperature": temperature, **sampling},
         )
@@ -347,22 +352,133 @@ class AsyncLab:
             job.partial = collection.result
         return await collection.run()
 
+    def _steering(self, steering: Any, what: str) -> SteeringSpec:
+        """Return the spec that an argument stands for: None is none, ``"session"`` the one in force."""
+        if steering is None:
+            return SteeringSpec.none()
+        if isinstance(steering, str) and steering == "session":
+            return self.model.export_steering_spec()
+        if not isinstance(steering, SteeringSpec):
+            raise RequestError(f"{what}: steering must be a SteeringSpec, 'session' or None, got {steering!r}")
+        found: SteeringSpec = spec_named(steering, self.vectors)
+        return found
+
+    async def direction(
+        self,
+        positive: Sequence[Any],
+        negative: Sequence[Any],
+        *,
+        name: str,
+        layers: int | Sequence[int] | None = None,
+        method: str = "difference of means",
+        groups: Iterable[Hashable] | None = None,
+        reduce: str | None = None,
+        where: Where | str | None = None,
+        steering: SteeringSpec | Literal["session"] | None = None,
+        chat_options: dict[str, Any] | None = None,
+        folds: int = 5,
+        shuffles: int = 20,
+        splits: int = 10,
+        seed: int = 0,
+    ) -> Direction:
+        """Build the direction from ``negative`` to ``positive`` texts, test it, and keep it in :attr:`vectors`.
+
+        Its repr shows whether it can be trusted: AUC on pairs that were held out, beside that of shuffled labels, and
+        how far two halves of the pairs agree. ``direction.figure()`` draws them per layer, ``best_layer()`` suggests
+        where to read, ``steering_layers()`` where to try steering: the layer that reads best is often not the best to
+        steer at. ``direction.auc_on(positive, negative)`` tests it on other texts.
+
+        Parameters
+        ----------
+        positive, negative
+            At least six texts a side, or conversations; text i of one is the counterpart of text i of the other.
+        name
+            Its name in :attr:`vectors`. A direction that has it already is replaced.
+        layers
+            None is all.
+        method
+            ``"difference of means"``, ``"pca of differences"`` or ``"logistic probe"``; see
+            :mod:`chatspace_lab.analysis`.
+        groups
+            A label per pair. Pairs with the same label (a question and its paraphrases) are never divided by the test.
+            Near copies are grouped without being named, with a warning.
+        reduce
+            ``"mean"`` over the chosen tokens, or the ``"last"`` of them. None is the mean for texts, and the last for
+            conversations.
+        where
+            Which tokens of the prompt. None is all but the first for a mean: the first one's activation is many times
+            longer than all others.
+        steering
+            While capturing. None is no steering, whatever is in force; ``"session"`` is the session-wide steering.
+        folds, shuffles, splits, seed
+            Of the test; see :func:`chatspace_lab.analysis.difference_of_means`.
+
+        Returns
+        -------
+        Direction
+            Unit vectors ``[hidden_size]`` per layer, with the evidence for them.
+
+        Raises
+        ------
+        RequestError, AnalysisError
+            If there are too few texts, or not as many on both sides; a text is a single token; or the sides do not
+            differ. :attr:`vectors` is as before then.
+
+        Examples
+        --------
+        ::
+
+            joy = lab.direction(cheerful, gloomy, name="joy")
+            joy                                # the evidence, in a few lines
+            lab.steer(joy.steering_layers().layer, "joy", scale=20.0)
+        """
+        return await build(
+            self,
+            positive,
+            negative,
+            name=name,
+            layers=layers,
+            method=method,
+            groups=groups,
+            reduce=reduce,
+            where=where,
+            steering=steering,
+            chat_options=chat_options,
+            folds=folds,
+            shuffles=shuffles,
+            splits=splits,
+            seed=seed,
+        )
+
     # -- keeping -----------------------------------------------------------------------------------------------------
 
     async def save(self, folder: str | Path) -> Path:
-        """Write history and session-wide steering to a folder, as JSON and safetensors. Returns the folder."""
+        """Write history, session-wide steering and named vectors to a folder, as JSON and safetensors.
+
+        A lab that is closed can still be saved. Returns the folder.
+
+        Raises
+        ------
+        SessionError
+            If the folder cannot be written, or has the name of a file.
+        """
+        return self._save(folder)
+
+    def _save(self, folder: str | Path) -> Path:
         model = {name: getattr(self.model, name) for name in store.MODEL}
-        return store.save(folder, model, self.model.export_steering_spec(), self.history)
+        return store.save(folder, model, self.model.export_steering_spec(), self.history, self.vectors)
 
     async def load(self, folder: str | Path) -> None:
-        """Bring back a saved session: its steering is in force, and its runs stand in the history, numbered anew.
+        """Bring back a saved session: its steering is in force, its vectors have their names, its runs are in history.
+
+        A vector that has the same name is replaced; the runs are numbered anew.
 
         Raises
         ------
         SessionError
             If there is none, it is damaged, or it was saved with a model of another shape. Nothing is changed then.
         """
-        described, steering, runs = store.load(folder)
+        described, steering, runs, vectors = store.load(folder)
         for name in ("hidden_size", "layer_count"):
             if described[name] != getattr(self.model, name):
                 raise SessionError(
@@ -370,6 +486,7 @@ class AsyncLab:
                     f"{getattr(self.model, name)}"
                 )
         await self.model.apply_steering_spec(steering)
+        self.vectors.update(vectors)
         for run in runs:
             if self.history.find(run.request_id) is None:
                 self.history.add(run)

@@ -14,7 +14,7 @@ from chatspace_lab.engine.together import together
 from chatspace_lab.errors import RequestError
 from chatspace_lab.readings import POOLS, Readings
 from chatspace_lab.session.history import History
-from chatspace_lab.session.pooled import PooledActivations
+from chatspace_lab.session.pooled import PooledActivations, steered
 from chatspace_lab.spans import rank
 from chatspace_lab.steering.directions import DirectionSet
 from chatspace_lab.steering.specs import SteeringSpec
@@ -133,7 +133,7 @@ class Collection:
         )
         empty = np.empty((0, len(self._layers), self._model.hidden_size), dtype=np.float32)
         values = np.stack([np.asarray(row.values) for _, row in kept]) if kept else empty
-        return PooledActivations(values, tuple(self._layers), labels, self._reduce)
+        return PooledActivations(values, tuple(self._layers), labels, self._reduce, self._options["steering"])
 
     def _frame(self, kept: list[tuple[int, Row]]) -> pd.DataFrame:
         import pandas as pd
@@ -150,7 +150,9 @@ class Collection:
             for at, row in kept
             if isinstance(row.values, Readings)
         ]
-        return pd.concat(frames or [self._no_rows()], ignore_index=True)
+        frame = pd.concat(frames or [self._no_rows()], ignore_index=True)
+        frame.attrs["steering"] = steered(self._options["steering"])
+        return frame
 
     def _no_rows(self) -> pd.DataFrame:
         layers, names = tuple(self._layers), tuple(self._directions or ())
@@ -164,7 +166,7 @@ def asked(prompt: Any) -> str:
         return prompt
     if isinstance(prompt, Sequence) and isinstance(prompt[0], str):  # a list of one prompt
         return str(prompt[0])
-    if _is_conversation(prompt):
+    if is_conversation(prompt):
         return str(prompt[-1].get("content") or "")
     ids = prompt["prompt_token_ids"] if isinstance(prompt, Mapping) else prompt
     return f"{len(ids)} token ids"
@@ -181,7 +183,8 @@ def one_sample(what: str, sampling: Mapping[str, Any]) -> None:
         raise RequestError(f"{what}: n={sampling['n']} is not supported here; repeat the prompt instead")
 
 
-def _is_conversation(prompt: Any) -> bool:
+def is_conversation(prompt: Any) -> bool:
+    """Whether a prompt is a list of messages."""
     return (
         isinstance(prompt, Sequence) and not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
     )
@@ -190,7 +193,7 @@ def _is_conversation(prompt: Any) -> bool:
 def _is_chat(prompts: Sequence[Any]) -> bool:
     if not prompts:
         raise RequestError("capture: there are no prompts")
-    kinds = {_is_conversation(prompt) for prompt in prompts}
+    kinds = {is_conversation(prompt) for prompt in prompts}
     if len(kinds) > 1:
         raise RequestError("capture: the prompts are mixed; give only prompts, or only conversations")
     return kinds.pop()

@@ -9,6 +9,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -273,6 +274,16 @@ class LabSession:
             self._call("fetch", lambda: self._model.fetch_captures_batch(several))
         return token_frame(several, self.tokenizer, directions_named(directions, self.vectors), layers)
 
+    def save(self, folder: str | Path) -> Path:
+        """Write history, session-wide steering and named vectors to a folder; also of a lab that is closed.
+
+        Raises
+        ------
+        SessionError
+            If the folder cannot be written, or has the name of a file.
+        """
+        return self.aio._save(folder)
+
     # -- panels ------------------------------------------------------------------------------------------------------
 
     def panel(self, prompt: str | None = None, **options: Any) -> Any:
@@ -363,7 +374,7 @@ def _add_twins() -> None:
         setattr(LabSession, name, _stream_twin(name, getattr(VLLMSteerModel, name)))
     for source in (VLLMSteerModel, AsyncLab):
         for name, function in inspect.getmembers(source, inspect.iscoroutinefunction):
-            if not name.startswith("_") and name != "aclose":  # close() is its twin
+            if not name.startswith("_") and name not in ("aclose", "save"):  # close() is its twin; save needs no engine
                 setattr(LabSession, name, _twin(name, function))
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from chatspace_lab.errors import RequestError
+from chatspace_lab.session.history import describe
+from chatspace_lab.steering.specs import SteeringSpec
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,12 +31,20 @@ class PooledActivations:
         ``text`` (the answer), ``prompt_tokens``, ``tokens`` (generated) and ``rows`` (how many were pooled).
     how
         ``"mean"`` or ``"last"``.
+    steering
+        What steered all of the prompts; ``SteeringSpec.none()`` if nothing did. :attr:`steered` has it in words.
     """
 
     values: np.ndarray
     layers: tuple[int, ...]
     rows: pd.DataFrame
     how: str
+    steering: SteeringSpec = field(default_factory=SteeringSpec.none)
+
+    @property
+    def steered(self) -> str:
+        """``"unsteered"``, or ``"steered: …"`` in a few words."""
+        return steered(self.steering)
 
     def layer(self, layer_idx: int) -> np.ndarray:
         """Return ``[prompts, hidden_size]`` float32.
@@ -57,4 +67,12 @@ class PooledActivations:
 
     def __repr__(self) -> str:
         shape = " × ".join(map(str, self.values.shape))
-        return f"PooledActivations({self.how}, {shape} [prompts, layers, hidden_size], layers {list(self.layers)})"
+        return (
+            f"PooledActivations({self.how}, {shape} [prompts, layers, hidden_size], layers {list(self.layers)}, "
+            f"{self.steered})"
+        )
+
+
+def steered(spec: SteeringSpec) -> str:
+    """Return in words what steered a capture."""
+    return f"steered: {describe(spec)}" if spec else "unsteered"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -14,14 +16,23 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from chatspace_lab.errors import SessionError
+from chatspace_lab.analysis.direction import Direction
+from chatspace_lab.errors import LabError, SessionError
 from chatspace_lab.readings import Readings
 from chatspace_lab.session.history import History, Run
+from chatspace_lab.steering.directions import at_layer, is_per_layer
 from chatspace_lab.steering.specs import AblationSpec, AddSpec, LayerSteeringSpec, ProjectionCapSpec, SteeringSpec
+from chatspace_lab.steering.vectors import as_vector
 from chatspace_lab.steering.where import Where, as_where
 
 FORMAT = 1
 JSON, TENSORS = "session.json", "session.safetensors"
+FILE = re.compile(
+    r".*\.(bin|ckpt|csv|gguf|gz|h5|html|ipynb|jsonl?|md|np[yz]|onnx|parquet|pickle|pkl|png|pth?|py|safetensors|sqlite|svg|"
+    r"tar|tgz|txt|ya?ml|zip)",
+    re.IGNORECASE,
+)
+"""A name that nobody gives a folder."""
 MODEL = ("model_name", "hidden_size", "layer_count")
 """What is kept of the model: attributes of it."""
 
@@ -102,21 +113,75 @@ def _run_from_json(data: dict[str, Any], tensors: Tensors) -> Run:
     return Run(**data, steering=steering, readings=readings)
 
 
-def save(folder: str | Path, model: Mapping[str, Any], steering: SteeringSpec, history: History) -> Path:
+def _vector_to_json(vector: Any, tensors: Tensors) -> dict[str, Any]:
+    if not is_per_layer(vector):
+        return {"vector": _put(as_vector(vector, "it"), tensors)}
+    layers = vector if isinstance(vector, Mapping) else vector.layers
+    kept = {str(int(at)): _put(as_vector(at_layer(vector, at, "it"), "it"), tensors) for at in layers}
+    return {"layers": kept, **({"direction": vector.facts()} if isinstance(vector, Direction) else {})}
+
+
+def _vector_from_json(data: Mapping[str, Any], tensors: Tensors) -> Any:
+    if "vector" in data:
+        return tensors[data["vector"]].clone()
+    layers = {int(layer): tensors[name].clone() for layer, name in data["layers"].items()}
+    return Direction.from_facts(data["direction"], layers) if "direction" in data else layers
+
+
+def _vectors_to_json(vectors: Mapping[str, Any], tensors: Tensors, hidden_size: int) -> dict[str, Any]:
+    kept = {}
+    for name, vector in dict(vectors).items():
+        own: Tensors = {}
+        try:
+            kept[str(name)] = _vector_to_json(vector, own)
+            json.dumps(kept[str(name)])
+            _check_vectors(own, hidden_size)
+        except (LabError, TypeError, ValueError) as error:
+            kept.pop(str(name), None)
+            warnings.warn(f"lab.vectors[{name!r}] is not saved, it is no vector of this model: {error}", stacklevel=4)
+        else:
+            tensors.update(own)
+    return kept
+
+
+def _check_vectors(tensors: Tensors, hidden_size: int) -> None:
+    """Check that every vector is what its name, made from its contents, says.
+
+    Raises
+    ------
+    ValueError
+        If one is not.
+    """
+    for name, vector in tensors.items():
+        if name.startswith("vector-") and (vector.shape != (hidden_size,) or _put(vector, {}) != name):
+            raise ValueError(f"{name} must be [{hidden_size}] with the contents that it is named by")
+
+
+def save(
+    folder: str | Path, model: Mapping[str, Any], steering: SteeringSpec, history: History, vectors: Mapping[str, Any]
+) -> Path:
     """Write a session; a run under way is written as far as it has come, and what JSON does not hold as its ``repr``.
+
+    Named vectors that are none are left out, with a warning.
 
     Raises
     ------
     SessionError
-        If the folder cannot be written.
+        If the folder cannot be written, or its name ends as a file's does.
     """
     path = Path(folder).expanduser()
+    if FILE.fullmatch(path.name) and not path.is_dir():
+        raise SessionError(
+            f"{path.name}: a session is saved as a folder that holds {JSON} and {TENSORS}, not as {path.suffix}; give "
+            f"a name without that ending"
+        )
     tensors: Tensors = {}
     data = {
         "format": FORMAT,
         "model": dict(model),
         "steering": spec_to_json(steering, tensors),
         "runs": [_run_to_json(run, tensors) for run in history],
+        "vectors": _vectors_to_json(vectors, tensors, model["hidden_size"]),
     }
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -131,8 +196,8 @@ def save(folder: str | Path, model: Mapping[str, Any], steering: SteeringSpec, h
     return path
 
 
-def load(folder: str | Path) -> tuple[dict[str, Any], SteeringSpec, list[Run]]:
-    """Return the model's description, the steering and the runs that :func:`save` wrote.
+def load(folder: str | Path) -> tuple[dict[str, Any], SteeringSpec, list[Run], dict[str, Any]]:
+    """Return the model's description, the steering, the runs and the named vectors that :func:`save` wrote.
 
     Raises
     ------
@@ -140,6 +205,8 @@ def load(folder: str | Path) -> tuple[dict[str, Any], SteeringSpec, list[Run]]:
         If there is none, or it cannot be read.
     """
     path = Path(folder).expanduser()
+    if path.name in (JSON, TENSORS):
+        path = path.parent
     if not (path / JSON).is_file():
         raise SessionError(f"{path} holds no saved session: there is no {JSON}")
     try:
@@ -148,8 +215,10 @@ def load(folder: str | Path) -> tuple[dict[str, Any], SteeringSpec, list[Run]]:
         if data["format"] != FORMAT:
             raise SessionError(f"{path} was saved in format {data['format']}; this version reads format {FORMAT}")
         model = {name: data["model"][name] for name in MODEL}
+        _check_vectors(tensors, model["hidden_size"])
         steering = spec_from_json(data["steering"], tensors)
+        vectors = {name: _vector_from_json(kept, tensors) for name, kept in data.get("vectors", {}).items()}
         runs = [_run_from_json(run, tensors) for run in data["runs"]]
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         raise SessionError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-    return model, steering, runs
+    return model, steering, runs, vectors

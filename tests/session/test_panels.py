@@ -267,10 +267,15 @@ def test_an_answer_that_is_too_long_for_the_page_keeps_its_beginning(
 
 def test_a_text_without_a_token_that_counts_is_named(lab: LabSession) -> None:
     panel = lab.panel()
-    message = {"kind": "contrast", "name": "d", "positive": "The first one\nsame", "negative": "Another one"}
+    texts = "\n".join(f"The {number} one" for number in ("first", "second", "third", "fourth", "fifth"))
+    message = {"kind": "contrast", "name": "d", "positive": f"{texts}\nsame", "negative": f"{texts}\nAnother one"}
     panel._received(None, message, [])
     wait_until(lambda: bool(panel.error), what="an error is shown")
-    assert panel.error.startswith("contrasting texts: 'same' is a single token")
+    assert "'same' has no token that counts" in panel.error
+    message["positive"] = "one text\nanother text"
+    panel._received(None, message, [])
+    wait_until(lambda: "at least 6 a side" in panel.error, what="an error is shown")
+    assert "d" not in lab.vectors
     panel.close()
 
 

@@ -219,19 +219,23 @@ def test_a_direction_is_built_from_contrasting_texts(panel: Panel) -> None:
         "Salt and seagulls filled the harbour.",
         "Whales sang in the sea.",
         "The tide came in.",
+        "Sailors hauled the nets aboard.",
+        "The lighthouse blinked over the waves.",
     ]
     office = [
         "The manager opened the spreadsheet.",
         "Coffee and printers filled the office.",
         "Computers hummed.",
         "The invoice came in.",
+        "Accountants filed the reports away.",
+        "The telephone rang over the desks.",
     ]
     panel.root.get_by_role("textbox", name="texts that have it, one a line").fill("\n".join(sea))
     panel.root.get_by_role("textbox", name="texts that do not have it, one a line").fill("\n".join(office))
     panel.button("build").click()
     expect(panel.row("sea")).to_be_visible()
     assert panel.value("(lab.vectors['sea'].method, len(lab.vectors['sea'].layers))") == ("difference of means", 30)
-    layer = panel.value("lab.vectors['sea'].best_layer().layer")
+    layer = panel.value("lab.vectors['sea'].steering_layers().layer")
     expect(panel.row("sea").locator(".cl-layers-text")).to_have_text(str(layer))
     panel.drag(0.3, "dose of sea")
     panel.answered()
