@@ -83,6 +83,14 @@ class SessionRows:
         ]
         return [*own, *others]
 
+    def suggest(self) -> None:
+        """Show a row that does nothing yet for the session's newest vector; the steering stays as it is."""
+        names = list(usable(self._lab.vectors, self._lab.hidden_size))
+        if names and not self.rows:
+            self.rows = (Row(free_id(()), names[-1], "add", tuple(self._default_layers(names[-1]))),)
+            self._take()
+            self._changed(False)
+
     # -- by hand -----------------------------------------------------------------------------------------------------
 
     def add(self, name: str, operation: str, vector: Any = None, fields: Mapping[str, Any] | None = None) -> Row:

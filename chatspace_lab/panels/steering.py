@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import traitlets
 
+from chatspace_lab.analysis.examples import OFFICE, SEA
 from chatspace_lab.errors import RequestError
 from chatspace_lab.panels import keeping, stills
 from chatspace_lab.panels.answers import Answer
@@ -21,7 +22,7 @@ from chatspace_lab.panels.rows import plain_where, rows_from, where_from, where_
 from chatspace_lab.panels.runner import REST_S, Runner
 from chatspace_lab.panels.session_rows import SessionRows
 from chatspace_lab.panels.talk import Talk
-from chatspace_lab.panels.vectors import contrast, frozen, lines, name_in_notebook, snapshot, variables
+from chatspace_lab.panels.vectors import contrast, evidence, frozen, lines, name_in_notebook, snapshot, variables
 
 if TYPE_CHECKING:
     from chatspace_lab.session.lab import LabSession
@@ -67,6 +68,7 @@ class SteeringPanel(Panel):
     view = traitlets.Dict().tag(sync=True)
     draft = traitlets.Unicode("").tag(sync=True)
     busy = traitlets.Unicode("").tag(sync=True)
+    built = traitlets.Dict().tag(sync=True)
     saved = traitlets.Unicode("").tag(sync=True)
 
     def __init__(
@@ -100,6 +102,7 @@ class SteeringPanel(Panel):
         self._handlers = {
             "edit": lambda m: self._book.edit(m["row"], m["patch"]),
             "add": lambda m: self._add(m["vector"], m.get("operation", "add")),
+            "use": lambda m: self._add(m["vector"], "add", self._lab.vectors.get(m["vector"])),
             "remove": lambda m: self._book.remove(m["row"]),
             "ask": lambda m: self._say(m["text"]),
             "turn": lambda m: self._edit_turn(m["index"], m["text"]),
@@ -109,7 +112,8 @@ class SteeringPanel(Panel):
             "sampling": lambda m: self._resample(m["patch"]),
             "where": lambda m: self._book.replace(where=m["where"]),
             "variables": lambda m: self._offer(),
-            "contrast": lambda m: self._spawn(self._contrast(m["name"], m["positive"], m["negative"])),
+            "contrast": lambda m: self._spawn(self._contrast(m["name"], lines(m["positive"]), lines(m["negative"]))),
+            "demo": lambda m: self._spawn(self._demo()),
             "save": lambda m: self._spawn(self._save()),
         }
         self.observe(lambda change: self._soon(self._guarded, self._look, change["new"]), "view")
@@ -119,6 +123,7 @@ class SteeringPanel(Panel):
         self._book = SessionRows(self._lab, self._book_changed, self._spawn, self._guarded, lambda: self._norms)
         self._offer()
         self._book.follow(self._lab.export_steering_spec())
+        self._book.suggest()
         if not self._norms:
             self._spawn(self._measure())
 
@@ -276,13 +281,21 @@ class SteeringPanel(Panel):
     def _offer(self) -> None:
         self.vectors = self._book.offered()
 
-    async def _contrast(self, name: str, positive: str, negative: str) -> None:
+    async def _contrast(self, name: str, positive: Sequence[str], negative: Sequence[str]) -> None:
+        """Build a direction and show what its test says; under a known name it takes the other one's place."""
         self.busy = f"building {name}"
         try:
-            direction = await contrast(self._lab.aio, name, lines(positive), lines(negative))
-            self._add(direction.name, "add", direction)
+            direction = await contrast(self._lab.aio, name, positive, negative)
         finally:
             self.busy = ""
+        self.built = evidence(direction)
+        self._offer()
+        if any(row.vector == direction.name for row in self._book.rows):
+            self._book.replace()
+
+    async def _demo(self) -> None:
+        await self._contrast("sea", SEA, OFFICE)
+        self._add("sea", "add", self._lab.vectors["sea"])
 
     async def _save(self, folder: str | Path | None = None) -> Path:
         path = await self._lab.aio.save(keeping.new_folder() if folder is None else folder)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from chatspace_lab.errors import RequestError
+from chatspace_lab.session.history import ranges
 from chatspace_lab.steering.directions import at_layer, is_per_layer
 from chatspace_lab.steering.vectors import as_vector
 
@@ -140,3 +141,16 @@ async def contrast(lab: AsyncLab, name: str, positive: Sequence[str], negative: 
     RequestError, AnalysisError
     """
     return await lab.direction(positive, negative, name=name)
+
+
+def evidence(direction: Direction) -> dict[str, Any]:
+    """Return what a direction's test says, for the page: it is shown before the direction is used."""
+    read, steer = direction.best_layer(), direction.steering_layers()
+    return {
+        "name": direction.name,
+        "text": f"Read at {read.reason}. Try steering at layer {steer.layer} (of {ranges(list(steer.layers))}).",
+        "trusted": read.trusted,
+        "layer": steer.layer,
+        "auc": direction.auc[read.layer],
+        "shuffled": direction.shuffled.get(read.layer),
+    }

@@ -251,6 +251,37 @@ def test_a_sweep_that_cannot_be_run_leaves_the_last_grid(
     lab.vectors.clear()
 
 
+def test_a_fresh_panel_has_a_row_for_a_vector_and_steers_nothing_by_it(lab: LabSession, v: torch.Tensor) -> None:
+    panel = lab.panel("Name a river.", max_tokens=4)
+    assert panel.rows == []
+    panel.close()
+    lab.vectors.update(text="x", u=-v, v=v)
+    panel = lab.panel("Name a river.", max_tokens=4)
+    assert [(row["vector"], row["scale"]) for row in panel.rows] == [("v", 0.0)]
+    assert panel.view["direction"] == "v"
+    assert not lab.export_steering_spec()
+    lab.steer(8, v, 2.0)  # the row that is there takes it over
+    panel.wait(60)
+    assert [(row["vector"], row["layers"], row["scale"]) for row in panel.rows] == [("v", [8], 2.0)]
+    panel.close()
+    other = lab.panel("Name a river.")  # the session's steering comes first
+    assert [row["vector"] for row in other.rows] == ["v"]
+    other.close()
+    lab.clear()
+    lab.vectors.clear()
+
+
+def test_the_demo_vector_is_built_and_its_test_shown(lab: LabSession) -> None:
+    panel = lab.panel("Name a river.")
+    panel._received(None, {"kind": "demo"}, [])
+    wait_until(lambda: bool(panel.rows), timeout_s=60, what="a row is there")
+    assert panel.rows[0]["vector"] == panel.built["name"] == "sea"
+    assert panel.built["auc"] > panel.built["shuffled"]
+    assert lab.vectors["sea"].auc
+    panel.close()
+    lab.vectors.clear()
+
+
 def test_an_answer_that_is_too_long_for_the_page_keeps_its_beginning(
     lab: LabSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:

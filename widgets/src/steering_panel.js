@@ -17,8 +17,13 @@ import { short } from "./lib/scales.js";
 /** @typedef {import("./types").Run} Run */
 /** @typedef {import("./types").View} View */
 
+/** As lab.direction has it. */
+const MIN_TEXTS = 6;
 const PLOTS = { norm: "norm per message", cosine: "cosine per message", projection: "projection per token", heatmap: "layer × token" };
 const WORDS = { idle: "ready", waiting: "waiting", running: "running", done: "ready", stopped: "stopped", failed: "failed" };
+
+/** @param {string} text */
+const linesOf = (text) => text.split("\n").filter((line) => line.trim()).length;
 
 /** @param {{model: Model, el: HTMLElement}} context */
 function render({ model, el }) {
@@ -79,9 +84,30 @@ function render({ model, el }) {
   const positive = h("textarea", { rows: 3, placeholder: "texts that have it, one a line", "aria-label": "texts that have it, one a line" });
   const negative = h("textarea", { rows: 3, placeholder: "texts that do not", "aria-label": "texts that do not have it, one a line" });
   const build = h("button", { type: "button", class: "cl-small" }, "build");
-  build.addEventListener("click", () => tell({ kind: "contrast", name: formName.value, positive: positive.value, negative: negative.value }));
   const busy = h("span", { class: "cl-note", "aria-live": "polite" });
-  const form = h("details", { class: "cl-form" }, h("summary", {}, "from contrasting texts"), h("div", { class: "cl-form-body" }, formName, positive, negative, build, busy));
+  const counts = h("span", { class: "cl-note" });
+  const built = h("div", { class: "cl-built", role: "status", hidden: true });
+  const advice = h("div", { class: "cl-note" }, `At least ${MIN_TEXTS} texts on each side, line by line as pairs that differ in one thing only. The direction from one side to the other is tested on pairs that were held out. A name that is known already gets the new direction.`);
+  const form = h("details", { class: "cl-form" }, h("summary", {}, "from contrasting texts"), advice, h("div", { class: "cl-form-body" }, formName, positive, negative, h("span", { class: "cl-form-end" }, build, counts, busy)));
+  const checkForm = () => {
+    const [one, other] = [linesOf(positive.value), linesOf(negative.value)];
+    mark(formName, formName.value.trim() ? "" : "the direction needs a name");
+    mark(positive, one < MIN_TEXTS ? `at least ${MIN_TEXTS} texts that have it, got ${one}` : "");
+    mark(negative, other < MIN_TEXTS ? `at least ${MIN_TEXTS} texts that do not have it, got ${other}` : one >= MIN_TEXTS && one !== other ? `as many texts that do not have it as texts that do, got ${other} and ${one}` : "");
+    return ![formName, positive, negative].some((each) => each.dataset.problem);
+  };
+  for (const each of [formName, positive, negative]) {
+    each.addEventListener("input", () => {
+      write(counts, `${linesOf(positive.value)} and ${linesOf(negative.value)} texts`);
+      for (const other of [formName, positive, negative]) mark(other, "");
+    });
+  }
+  build.addEventListener("click", () => {
+    if (checkForm()) tell({ kind: "contrast", name: formName.value, positive: positive.value, negative: negative.value });
+  });
+  form.addEventListener("toggle", () => {
+    if (!form.open) for (const each of [formName, positive, negative]) mark(each, ""); // nothing waits for a form that is shut
+  });
   const prompt = h("input", { type: "checkbox", "aria-label": "steer the prompt" });
   const answer = h("input", { type: "checkbox", "aria-label": "steer the answer" });
   const whereNote = h("span", { class: "cl-note" });
@@ -92,7 +118,11 @@ function render({ model, el }) {
     });
   }
   const where = h("span", { class: "cl-where" }, "applies to: ", h("label", {}, prompt, " prompt"), h("label", {}, answer, " answer"), whereNote);
-  const vectors = h("section", { class: "cl-vectors", "aria-label": "vectors" }, rowsBox, h("div", { class: "cl-add" }, source, add, form, h("span", { class: "cl-space" }), where));
+  const demo = h("button", { type: "button", class: "cl-small" }, "make the demo vector");
+  demo.addEventListener("click", () => tell({ kind: "demo" }));
+  const hintText = h("span");
+  const hint = h("div", { class: "cl-hint", hidden: true }, hintText, demo);
+  const vectors = h("section", { class: "cl-vectors", "aria-label": "vectors" }, rowsBox, hint, h("div", { class: "cl-add" }, source, add, form, h("span", { class: "cl-space" }), where), built);
 
   /** Rows as they are to be shown: the kernel's, with edits that it has not answered yet. @returns {Row[]} */
   function shownRows() {
@@ -138,7 +168,25 @@ function render({ model, el }) {
       each.update(row, known.get(row.vector) ?? null);
     });
     const steered = new Set(rows.filter((row) => !row.muted).flatMap((row) => row.layers));
+    hint.hidden = rows.length > 0;
+    demo.hidden = known.size > 0;
+    write(hintText, known.size ? "No row yet: choose a vector and press “add row”; its slider then steers the session." : "No vector yet. Build one “from contrasting texts”, put one into lab.vectors, or define a variable that holds one. To see what a vector does:");
     write(steeredCount, `${steered.size} steered layer${steered.size === 1 ? "" : "s"}`);
+  }
+
+  /** The test of a direction that was just built, before it is used. */
+  function drawBuilt() {
+    const found = model.get("built");
+    built.hidden = !found.name;
+    if (!found.name) return;
+    const use = h("button", { type: "button", class: "cl-small", "aria-label": `add a row with ${found.name}` }, `add row at layer ${found.layer}`);
+    use.addEventListener("click", () => tell({ kind: "use", vector: found.name }));
+    const leave = h("button", { type: "button", class: "cl-small", "aria-label": "dismiss the test" }, "✕");
+    leave.addEventListener("click", () => {
+      built.hidden = true;
+    });
+    built.classList.toggle("cl-doubtful", !found.trusted);
+    fill(built, h("strong", {}, found.name), " ", `${found.trusted ? "" : "Not to be trusted. "}${found.text} Shuffled labels reach ${short(found.shuffled)} on average; 0.5 is chance.`, " ", use, " ", leave);
   }
 
   function drawSources() {
@@ -205,9 +253,11 @@ function render({ model, el }) {
   const seed = numberField("seed", { min: 0, step: 1 }, resample("seed"));
   const temperature = numberField("temperature", { min: 0, max: 5, step: 0.1 }, resample("temperature"));
   const most = numberField("most tokens of an answer", { min: 1, step: 1 }, resample("max_tokens"));
+  const chatHint = h("div", { class: "cl-hint" }, "Nothing was asked yet. A message is answered on both sides with the same seed: on the left as the model is, on the right steered by the rows above.");
   const chats = h(
     "section",
     { class: "cl-chats", "aria-label": "conversations" },
+    chatHint,
     h("div", { class: "cl-panes" }, panes.baseline.element, panes.steered.element),
     h("div", { class: "cl-input" }, field, h("div", { class: "cl-buttons" }, send, again, fresh, h("label", {}, "seed", seed), h("label", {}, "T", temperature), h("label", {}, "tokens", most))),
   );
@@ -220,6 +270,7 @@ function render({ model, el }) {
   }
 
   function drawTexts() {
+    chatHint.hidden = model.get("turns").length > 0;
     const { baseline, steered } = sides;
     const parts = baseline.answer && steered.answer ? parting(baseline.answer, steered.answer) : null;
     for (const side of /** @type {const} */ (["baseline", "steered"])) panes[side].text(sides[side].answer, parts, model.get("turns"));
@@ -414,7 +465,8 @@ function render({ model, el }) {
     ["change:where", drawWhere],
     ["change:run", drawState],
     ["change:error", drawError],
-    ["change:busy", () => write(busy, model.get("busy"))],
+    ["change:busy", () => { write(busy, model.get("busy")); build.disabled = demo.disabled = Boolean(model.get("busy")); }],
+    ["change:built", drawBuilt],
     ["change:saved", drawSaved],
     ["change:draft", () => { field.value = model.get("draft"); }],
     ["change:view", () => { drawLooks(); drawTints(); drawMarks(); }],

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
+from chatspace_lab.analysis.examples import OFFICE, SEA
 from tests.panels.browser.jupyter import COMMS, Kernel, Server
 from tests.panels.browser.page import Panel, chat, picture, save
 
@@ -213,34 +214,38 @@ def test_a_turn_is_edited_and_an_answer_drawn_again(panel: Panel) -> None:
 
 def test_a_direction_is_built_from_contrasting_texts(panel: Panel) -> None:
     panel.root.get_by_text("from contrasting texts").click()
-    panel.root.get_by_role("textbox", name="name of the direction").fill("sea")
-    sea = [
-        "The waves rolled under the ship.",
-        "Salt and seagulls filled the harbour.",
-        "Whales sang in the sea.",
-        "The tide came in.",
-        "Sailors hauled the nets aboard.",
-        "The lighthouse blinked over the waves.",
-    ]
-    office = [
-        "The manager opened the spreadsheet.",
-        "Coffee and printers filled the office.",
-        "Computers hummed.",
-        "The invoice came in.",
-        "Accountants filed the reports away.",
-        "The telephone rang over the desks.",
-    ]
-    panel.root.get_by_role("textbox", name="texts that have it, one a line").fill("\n".join(sea))
-    panel.root.get_by_role("textbox", name="texts that do not have it, one a line").fill("\n".join(office))
+    name = panel.root.get_by_role("textbox", name="name of the direction")
+    positive = panel.root.get_by_role("textbox", name="texts that have it, one a line")
+    negative = panel.root.get_by_role("textbox", name="texts that do not have it, one a line")
+    problems, built = panel.root.locator(".cl-problems"), panel.root.locator(".cl-built")
+    positive.fill("\n".join(SEA[:2]))
+    negative.fill("\n".join([*OFFICE, "One more."]))
     panel.button("build").click()
+    expect(problems).to_have_text("the direction needs a name; at least 6 texts that have it, got 2")
+    positive.fill("\n".join(SEA))
+    name.fill("sea")
+    panel.button("build").click()
+    expect(problems).to_have_text("as many texts that do not have it as texts that do, got 7 and 6")
+    negative.fill("\n".join(OFFICE))
+    panel.button("build").click()
+    expect(built).to_contain_text(re.compile(r"AUC [\d.]+ on held-out pairs.*Shuffled labels reach [\d.]+ on average"))
+    expect(panel.row("sea")).to_have_count(0)  # shown before it is used
+    panel.button("add a row with sea").click()
     expect(panel.row("sea")).to_be_visible()
+    panel.kernel.run("before = lab.vectors['sea']")
+    positive.fill("\n".join(reversed(OFFICE)))
+    negative.fill("\n".join(reversed(SEA)))
+    panel.button("build").click()
+    panel.kernel.run("import time\nwhile lab.vectors['sea'] is before: time.sleep(0.02)", timeout_s=60)
+    panel.kernel.run("cosine = float(lab.vectors['sea'].at(9) @ before.at(9))")
+    assert panel.value("cosine") == pytest.approx(-1, abs=1e-4)
     assert panel.value("(lab.vectors['sea'].method, len(lab.vectors['sea'].layers))") == ("difference of means", 30)
     layer = panel.value("lab.vectors['sea'].steering_layers().layer")
     expect(panel.row("sea").locator(".cl-layers-text")).to_have_text(str(layer))
     panel.drag(0.3, "dose of sea")
     panel.answered()
     panel.kernel.run("panel.wait()")
-    vectors = "[float(o.vector.norm()) for l, o in lab.export_steering_spec() if o.scale]"
+    vectors = "[float(o.vector @ lab.vectors['sea'].at(l)) for l, o in lab.export_steering_spec() if o.scale]"
     assert panel.value(vectors) == [pytest.approx(1, abs=1e-5)]
 
 

@@ -31,9 +31,9 @@ function marked(root) {
   return /** @type {HTMLElement[]} */ ([...root.querySelectorAll("[data-problem]")]);
 }
 
-/** Whether a marked field holds back what is asked for; the first one gets the focus. @param {HTMLElement} root */
+/** Whether a marked field holds back what is asked for; the first one gets the focus. A form holds back only itself. @param {HTMLElement} root */
 export function heldBack(root) {
-  const [first] = marked(root);
+  const [first] = marked(root).filter((field) => !field.closest("details"));
   if (!first) return false;
   first.focus();
   return true;
