@@ -51,6 +51,7 @@ class SessionRows:
     ) -> None:
         self._lab, self._changed, self._spawn, self._guarded = lab, changed, spawn, guarded
         self._norms = norms
+        self._suggested: Row | None = None
         self._last_doses: dict[str, float] = {}  # of rows whose last layer was taken away, for the next one
         self.rows: tuple[Row, ...] = ()
         self.where = Where()
@@ -84,10 +85,14 @@ class SessionRows:
         return [*own, *others]
 
     def suggest(self) -> None:
-        """Show a row that does nothing yet for the session's newest vector; the steering stays as it is."""
+        """Show a row that does nothing yet for the session's newest vector; the steering stays as it is.
+
+        A row that is added while it is untouched takes its place.
+        """
         names = list(usable(self._lab.vectors, self._lab.hidden_size))
         if names and not self.rows:
-            self.rows = (Row(free_id(()), names[-1], "add", tuple(self._default_layers(names[-1]))),)
+            self._suggested = Row(free_id(()), names[-1], "add", tuple(self._default_layers(names[-1])))
+            self.rows = (self._suggested,)
             self._take()
             self._changed(False)
 
@@ -110,8 +115,9 @@ class SessionRows:
         if operation == "ablate":
             given = {"scale": 1.0, **given}
         chosen = self._default_layers(name) if layers is None else as_list(layers)
-        row = Row(free_id(self.rows), name, operation, tuple(chosen), **given)
-        self.replace([*self.rows, row])
+        others = [each for each in self.rows if each is not self._suggested]
+        row = Row(free_id(others), name, operation, tuple(chosen), **given)
+        self.replace([*others, row])
         return row
 
     def edit(self, name: str, patch: Mapping[str, Any]) -> None:
