@@ -170,6 +170,8 @@ class CaptureHandle:
     def hidden(self, layer_idx: int) -> torch.Tensor:
         """Return ``[rows, hidden_size]``, the model's dtype, on the CPU: short for ``captures[layer][0]["hidden"]``.
 
+        A part of it, such as ``hidden(layer)[-1]``, keeps all rows of all layers in memory: ``clone()`` what you keep.
+
         Raises
         ------
         CaptureError

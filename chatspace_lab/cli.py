@@ -48,7 +48,9 @@ def _parser() -> argparse.ArgumentParser:
         "--model", "--model-name", dest="model_name", help="a folder, or a name on the Hugging Face hub"
     )
     verify.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
-    verify.add_argument("--max-model-len", type=_positive, default=512, help="in tokens (default: %(default)s)")
+    verify.add_argument(
+        "--max-model-len", type=_positive, help="in tokens (default: 4096, or less if the model takes less)"
+    )
     verify.add_argument("--tensor-parallel-size", type=_positive, default=1, help="GPUs (default: %(default)s)")
     verify.add_argument(
         "--gpu-memory-utilization",

@@ -21,13 +21,28 @@
     ├── EngineDeadError (RuntimeError)        the engine or one of its workers is gone
     └── WorkerError (RuntimeError)            a worker failed; carries the worker's own traceback
 
-A model that was never compared with Hugging Face is used with an :class:`UncomparedWarning`; near copies among the
-samples of a direction bring a :class:`NearCopiesWarning`.
+A model that was never compared with Hugging Face is used with an :class:`UncomparedWarning`, and an engine that runs
+otherwise than was asked for, or than is usual, with an :class:`EngineWarning`; near copies among the samples of a
+direction bring a :class:`NearCopiesWarning`.
 
 An error from a worker is raised here as one of these, with the worker's traceback as its cause.
 """
 
 from __future__ import annotations
+
+
+def kind_of(value: object, *expected: type) -> str:
+    """Return the name of a value's class, for the message that it is none of ``expected``.
+
+    A class that was loaded twice is two classes of one name: the text then says so, and what to do.
+    """
+    kind = type(value)
+    if all((kind.__module__, kind.__qualname__) != (each.__module__, each.__qualname__) for each in expected):
+        return kind.__name__
+    return (
+        f"{kind.__name__} of another load of {kind.__module__}: it was reloaded (importlib.reload, %autoreload), and "
+        f"the engine goes on with the classes from before; restart the kernel, and leave chatspace_lab out of reloading"
+    )
 
 
 class LabError(Exception):
@@ -116,3 +131,7 @@ class UncomparedWarning(UserWarning):
 
 class NearCopiesWarning(UserWarning):
     """Pairs of samples are near copies of each other, and are tested as one group."""
+
+
+class EngineWarning(UserWarning):
+    """The engine runs otherwise than was asked for, or than vLLM's default; says what differs, and why if known."""

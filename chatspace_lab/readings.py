@@ -99,7 +99,7 @@ def read_rows(rows: torch.Tensor, units: np.ndarray) -> np.ndarray:
 def pool_rows(rows: torch.Tensor, how: str) -> np.ndarray:
     """Return a row per layer, ``[layers, hidden_size]`` float32: the ``"mean"`` over tokens, or the ``"last"`` one."""
     if how == "last":
-        return rows[:, -1].float().numpy()
+        return rows[:, -1].to(torch.float32, copy=True).numpy()  # a view would keep all rows alive
     return torch.stack([layer.float().mean(dim=0) for layer in rows]).numpy()
 
 

@@ -33,6 +33,7 @@ TEXTS = (
     "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
 )
 ANSWER_TOKENS = 16
+MODEL_LEN, STEP_TOKENS = 4096, 2048
 NEIGHBOURS, PLAIN_RUNS = 8, 4
 COST_BATCH, COST_TOKENS, COST_PAIRS = 8, 32, 5
 
@@ -60,7 +61,8 @@ async def verify(arguments: argparse.Namespace) -> int:
     config = VLLMSteeringConfig(
         model_name=name,
         dtype=arguments.dtype,
-        max_model_len=arguments.max_model_len,
+        max_model_len=arguments.max_model_len or min(MODEL_LEN, _longest(name)),
+        max_num_batched_tokens=STEP_TOKENS,
         tensor_parallel_size=arguments.tensor_parallel_size,
         gpu_memory_utilization=arguments.gpu_memory_utilization,
         use_tqdm_on_load=False,
@@ -88,6 +90,13 @@ async def verify(arguments: argparse.Namespace) -> int:
     return int(failed > 0)
 
 
+def _longest(name: str) -> int:
+    """Return the longest context that a model was trained for, or :data:`MODEL_LEN` if it does not say."""
+    from transformers import AutoConfig
+
+    return getattr(AutoConfig.from_pretrained(name).get_text_config(), "max_position_embeddings", None) or MODEL_LEN
+
+
 def _facts(model: VLLMSteerModel) -> Iterator[str]:
     facts = model._client.facts
     dtype = str(model.dtype).removeprefix("torch.")
@@ -113,9 +122,8 @@ async def _rows(
     """Return each prompt's token ids and rows [layers, rows, hidden_size], in the model's dtype."""
     import torch
 
-    _, handles = await model.generate(
-        prompts, temperature=0.0, max_tokens=tokens, ignore_eos=True, capture_layers=layers, steering=steering
-    )
+    sampling: dict[str, Any] = {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True}
+    _, handles = await model.generate(prompts, capture_layers=layers, steering=steering, **sampling)
     await model.fetch_captures_batch(handles)
     found = [(list(h.token_ids), torch.stack([h.hidden(layer) for layer in layers])) for h in handles]
     for handle in handles:
@@ -206,6 +214,50 @@ def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
     return float(((a - b).norm(dim=-1) / b.norm(dim=-1)).median())
 
 
+async def _long_rows(
+    model: VLLMSteerModel, layers: Sequence[int]
+) -> tuple[list[tuple[list[int], int, torch.Tensor]], str]:
+    """Run a prompt beyond a block of the KV cache, a step of prefill and a sliding window; again from the prefix cache.
+
+    Returns
+    -------
+    list of (list of int, int, torch.Tensor), str
+        The sequence, the position of the first row, and the rows; and what was done.
+    """
+    import torch
+
+    config = model._client._engine.vllm_config
+    limits = {
+        "a block of the KV cache": config.cache_config.block_size,
+        "a step of prefill": config.scheduler_config.max_num_batched_tokens,
+        "a sliding window": getattr(config.model_config.hf_text_config, "sliding_window", None) or 0,
+    }
+    length = min(max(limits.values()) + 2 * limits["a block of the KV cache"], model.max_model_len - ANSWER_TOKENS)
+    known = torch.tensor(model.tokenizer(" ".join(TEXTS))["input_ids"])
+    drawn = torch.randint(len(known), (length,), generator=torch.Generator().manual_seed(1))
+    prompt: list[int] = known[drawn].tolist()
+    found = []
+    for where in ("all", "answer"):
+        [output], [handle] = await model.generate(
+            [prompt],
+            temperature=0.0,
+            max_tokens=ANSWER_TOKENS,
+            ignore_eos=True,
+            capture_layers=layers,
+            capture_where=where,
+            steering=SteeringSpec.none(),
+            raw_output=True,
+        )
+        await handle.fetch()
+        rows = torch.stack([handle.hidden(layer) for layer in layers])
+        found.append(([*prompt, *output.outputs[0].token_ids[:-1]], handle.positions[0], rows))
+        handle.close()
+    passed = ", ".join(name for name, limit in limits.items() if 0 < limit < length)
+    missed = [f"{name} ({limit})" for name, limit in limits.items() if limit >= length]
+    text = f"one prompt of {length} tokens, beyond {passed or 'no limit'}; {output.num_cached_tokens or 0} of it cached"
+    return found, text + (f"; not beyond {', '.join(missed)}: raise --max-model-len" if missed else "")
+
+
 async def matches_hugging_face(model: VLLMSteerModel) -> Check:
     """Every layer of prompt and answer against Hugging Face in float32, and in the model's dtype for comparison."""
     import torch
@@ -216,16 +268,18 @@ async def matches_hugging_face(model: VLLMSteerModel) -> Check:
     device, why = room(model.model_name)
     if device is None:
         return Check(name, None, why)
-    found = await _rows(model, TEXTS, layers, SteeringSpec.none(), ANSWER_TOKENS)
+    found = [(ids, 0, rows) for ids, rows in await _rows(model, TEXTS, layers, SteeringSpec.none(), ANSWER_TOKENS)]
+    more, long = await _long_rows(model, layers)
+    found += more
     try:
         theirs = load(model.model_name, device)
     except (ValueError, OSError, ImportError, KeyError) as error:
         return Check(name, None, f"transformers cannot load it: {' '.join(str(error).split())[:120]}")
-    wanted = [residuals(theirs, ids, model.layer_count) for ids, _ in found]
+    wanted = [residuals(theirs, ids, model.layer_count)[:, first:] for ids, first, _ in found]
     rounded = wanted
     if model.dtype != torch.float32:
         theirs = theirs.to(model.dtype)
-        rounded = [residuals(theirs, ids, model.layer_count) for ids, _ in found]
+        rounded = [residuals(theirs, ids, model.layer_count)[:, first:] for ids, first, _ in found]
     del theirs
     # Kernels add up in another order; and on a GPU vLLM's attention multiplies float32 with the ten bits of TF32.
     unavoidable = 4e-3 if model.dtype == torch.float32 and torch.cuda.is_available() else 1e-4
@@ -234,7 +288,7 @@ async def matches_hugging_face(model: VLLMSteerModel) -> Check:
     beside = "" if rounded is wanted else f"; beside it that of Hugging Face's own {dtype}"
     print(f"  distance to Hugging Face's float32 on {device}, relative to a row, median and largest{beside}")
     for layer in layers:
-        ours = _distances([rows[layer] for _, rows in found], [each[layer] for each in wanted])
+        ours = _distances([rows[layer] for *_, rows in found], [each[layer] for each in wanted])
         own = _distances([each[layer] for each in rounded], [each[layer] for each in wanted])
         beside = "" if rounded is wanted else f"      {own[0]:.2e}  {own[1]:.2e}"
         print(f"  layer {layer:3}   {ours[0]:.2e}  {ours[1]:.2e}{beside}", flush=True)
@@ -242,7 +296,8 @@ async def matches_hugging_face(model: VLLMSteerModel) -> Check:
             missed.append(layer)
     if missed:
         return Check(name, False, f"layers {missed} are further away than rounding explains")
-    return Check(name, True, f"all {model.layer_count} layers, {sum(len(ids) for ids, _ in found)} tokens, on {device}")
+    count = sum(rows.shape[1] for *_, rows in found)
+    return Check(name, True, f"all {model.layer_count} layers, {count} tokens, on {device}; {long}")
 
 
 def _distances(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> tuple[float, float]:

@@ -51,36 +51,69 @@ SPECS: dict[str, SteeringSpec] = {
         }
     ),
 }
-PROMPTS = [[5] * 7, [9, 300, 17, 41, 8], list(range(100, 141))]
-OPTIONS: dict[str, Any] = {"skip_tokenizer_init": True, "max_model_len": 128}
+LONG = torch.randint(3, tiny.VOCABULARY, (600,), generator=GENERATOR).tolist()
+PROMPTS = [[5] * 7, [9, 300, 17, 41, 8], list(range(100, 141)), LONG]
+OPTIONS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "max_model_len": tiny.CONTEXT,
+    "max_num_batched_tokens": 512,  # the long prompt takes several steps
+}
 START_OPTIONS: dict[str, Any] = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 27, "enforce_eager": True}
 
 
-async def compare(model: VLLMSteerModel, oracle: Oracle) -> dict[str, float]:
-    """Return, for each of :data:`SPECS`, the largest error of a row at any layer, prompt or position.
+@dataclass
+class Errors:
+    """The largest error of a row at any layer, prompt or position, for each of :data:`SPECS`.
 
-    Prompts and specs share a batch. Every row of every layer is compared, of the prompt and of what was generated.
+    ``cached`` is how many tokens of the long prompt came out of the prefix cache when it was asked again; None if the
+    engine has none.
+    """
+
+    worst: dict[str, float]
+    cached: int | None
+
+
+async def compare(model: VLLMSteerModel, oracle: Oracle) -> Errors:
+    """Compare every row of every layer, of prompts and of what was generated, with Hugging Face.
+
+    Prompts and specs share a batch. The long prompt goes beyond a block of the cache, a chunk of prefill and a sliding
+    window; asked again, it is read from the prefix cache, and the rows after it are compared.
     """
     assert (model.hidden_size, model.layer_count) == (tiny.HIDDEN, tiny.LAYERS)
-    cases = [(prompt, name) for prompt in PROMPTS for name in SPECS]
-    _, handles = await model.generate(
+    worst = dict.fromkeys(SPECS, 0.0)
+    await _compare(model, oracle, PROMPTS, "all", worst)
+    cached = await _compare(model, oracle, [LONG], "answer", worst)
+    if not model._client._engine.vllm_config.cache_config.enable_prefix_caching:
+        return Errors(worst, None)
+    return Errors(worst, cached)
+
+
+async def _compare(
+    model: VLLMSteerModel, oracle: Oracle, prompts: list[list[int]], where: str, worst: dict[str, float]
+) -> int:
+    """Raise each of ``worst`` to what is seen; return the fewest tokens that came from the prefix cache."""
+    cases = [(prompt, name) for prompt in prompts for name in SPECS]
+    outputs, handles = await model.generate(
         [prompt for prompt, _ in cases],
         temperature=0.0,
         max_tokens=6,
         ignore_eos=True,
         detokenize=False,
         capture_layers=list(range(tiny.LAYERS)),
+        capture_where=where,
         steering=[SPECS[name] for _, name in cases],
+        raw_output=True,
     )
     await model.fetch_captures_batch(handles)
-    worst = dict.fromkeys(SPECS, 0.0)
-    for (prompt, name), handle in zip(cases, handles, strict=True):
-        assert handle.token_ids[: len(prompt)] == prompt
-        assert len(handle.token_ids) == len(prompt) + 5
-        wanted = oracle.residuals(handle.token_ids, SPECS[name])
+    for (prompt, name), output, handle in zip(cases, outputs, handles, strict=True):
+        sequence = [*prompt, *output.outputs[0].token_ids[:-1]]
+        assert len(sequence) == len(prompt) + 5
+        first = 0 if where == "all" else len(prompt)
+        assert handle.positions == list(range(first, len(sequence)))
+        wanted = oracle.residuals(sequence, SPECS[name])[:, first:]
         for layer in range(tiny.LAYERS):
             worst[name] = max(worst[name], error(handle.hidden(layer), wanted[layer]))
-    return worst
+    return min(output.num_cached_tokens or 0 for output in outputs)
 
 
 @dataclass
@@ -94,12 +127,15 @@ class Result:
     form: str = ""
     captures: float | None = None
     operations: float | None = None
+    cached: int | None = None
 
     def row(self) -> str:
         """Return the row in markdown."""
         numbers = " | ".join("" if value is None else f"{value:.0e}" for value in (self.captures, self.operations))
         verdict = f"{self.verdict}: {self.reason}" if self.reason else self.verdict
-        return f"| {self.name} | {self.architecture} | {self.form} | {numbers} | {verdict.replace('|', '/')} |"
+        cached = "" if self.captures is None else "off" if self.cached is None else self.cached
+        row = f"{self.name} | {self.architecture} | {self.form} | {numbers} | {cached} | {verdict.replace('|', '/')}"
+        return f"| {row} |"
 
 
 def _architecture(folder: str) -> str:
@@ -120,14 +156,14 @@ def _try(name: str, folder: str) -> Result:
         return Result(name, architecture, "WRONG", sentence(failure))
     try:
         form = model._client.facts.form
-        worst = asyncio.run(compare(model, Oracle(folder, attention=tiny.ATTENTION.get(name, "eager"))))
-    except LabError as failure:
+        found = asyncio.run(compare(model, Oracle(folder, attention=tiny.ATTENTION.get(name, "eager"))))
+    except (LabError, AssertionError) as failure:
         return Result(name, architecture, "WRONG", sentence(failure), form)
     finally:
         model.close()
-    captures, operations = worst.pop("none"), max(worst.values())
+    captures, operations = found.worst.pop("none"), max(found.worst.values())
     verdict = "right" if max(captures, operations) < TOLERANCE else "WRONG"
-    return Result(name, architecture, verdict, "", form, captures, operations)
+    return Result(name, architecture, verdict, "", form, captures, operations, found.cached)
 
 
 def _try_plain(folder: str) -> str:
@@ -213,8 +249,8 @@ def table(results: list[Result]) -> str:
     rows = sorted(results, key=lambda result: (order.index(result.verdict), result.architecture.lower()))
     return "\n".join(
         [
-            "| model | architecture | what a decoder block returns | captures, error | operations, error | verdict |",
-            "| --- | --- | --- | --- | --- | --- |",
+            "| model | architecture | a block returns | captures, error | operations, error | cached | verdict |",
+            "| --- | --- | --- | --- | --- | --- | --- |",
             *(result.row() for result in rows),
             "",
         ]

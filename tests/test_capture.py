@@ -30,6 +30,12 @@ BOUNDARIES = (
 )
 
 
+def test_a_pooled_row_keeps_no_other_alive() -> None:
+    found = torch.arange(24.0).reshape(2, 3, 4)
+    last = reduce_rows(found, "last", np.zeros((1, 0, 1), dtype=np.float32))
+    assert not np.shares_memory(last, found.numpy())
+
+
 class Source:
     """Plays the workers."""
 

@@ -11,6 +11,8 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 HIDDEN, LAYERS, VOCABULARY = 64, 4, 512
+CONTEXT = 640
+"""Tokens that an engine of these models takes: several blocks of its cache, and many of the sliding windows."""
 
 COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -20,7 +22,7 @@ COMMON: dict[str, Any] = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 32,
-    "max_position_embeddings": 256,
+    "max_position_embeddings": 1024,
     "initializer_range": 0.2,  # the default makes residuals so alike that greedy text is a coin toss
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -38,7 +40,7 @@ _GPT: dict[str, Any] = {
     "n_embd": HIDDEN,
     "n_layer": LAYERS,
     "n_head": 2,
-    "n_positions": 256,
+    "n_positions": 1024,
     "n_inner": 128,
     "initializer_range": 0.2,
     "bos_token_id": 1,
@@ -72,11 +74,36 @@ _LINEAR_ATTENTION: dict[str, Any] = {
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
 }
+_SCALED: dict[str, Any] = {"rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 128}
+
+
+def _long_rope(original: int) -> dict[str, Any]:
+    factors = [1.0 + 0.5 * at for at in range(16)]
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16, "long_factor": factors}
+    return {
+        "original_max_position_embeddings": original,
+        "rope_parameters": {**rope, "original_max_position_embeddings": original},
+    }
 
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", COMMON),
+    "llama-yarn": (
+        "LlamaConfig",
+        {**COMMON, "rope_parameters": {**_SCALED, "rope_type": "yarn"}},
+    ),
+    "llama-3.1": (
+        "LlamaConfig",
+        {
+            **COMMON,
+            "rope_parameters": {**_SCALED, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        },
+    ),
     "qwen2": ("Qwen2Config", _without("head_dim")),
+    "qwen2-window": (
+        "Qwen2Config",
+        {**_without("head_dim"), "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},
+    ),
     "qwen3": ("Qwen3Config", COMMON),
     "gemma2": (
         "Gemma2Config",
@@ -86,7 +113,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3TextConfig",
         {**COMMON, "sliding_window": 8, "query_pre_attn_scalar": 32, "tie_word_embeddings": True},
     ),
-    "mistral": ("MistralConfig", COMMON),
+    "mistral": ("MistralConfig", {**COMMON, "sliding_window": 8}),
+    "mistral-full": ("MistralConfig", {**COMMON, "sliding_window": None}),
     "gpt2": (
         "GPT2Config",
         {
@@ -94,7 +122,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "n_embd": HIDDEN,
             "n_layer": LAYERS,
             "n_head": 2,
-            "n_positions": 256,
+            "n_positions": 1024,
             "initializer_range": 0.2,
             "bos_token_id": 1,
             "eos_token_id": 2,
@@ -102,7 +130,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt-neox": ("GPTNeoXConfig", _without("num_key_value_heads", "head_dim")),
     "olmo2": ("Olmo2Config", _without("head_dim")),
-    "mixtral": ("MixtralConfig", {**COMMON, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral": ("MixtralConfig", {**COMMON, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3-moe": (
         "Qwen3MoeConfig",
         {**COMMON, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1},
@@ -112,7 +140,9 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo": ("OlmoConfig", _without("head_dim")),
     "olmo3": ("Olmo3Config", {**_without("head_dim"), "sliding_window": 8}),
     "phi": ("PhiConfig", _without("head_dim")),
-    "phi3": ("Phi3Config", _without("head_dim")),
+    "phi3": ("Phi3Config", {**_without("head_dim"), "sliding_window": 8}),
+    "phi3-longrope": ("Phi3Config", {**_without("head_dim"), **_long_rope(128)}),
+    "phi3-longrope-short": ("Phi3Config", {**_without("head_dim"), **_long_rope(CONTEXT)}),
     "falcon": ("FalconConfig", {**_without("head_dim", "num_key_value_heads"), "multi_query": True}),
     "falcon-alibi": (
         "FalconConfig",
@@ -144,11 +174,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt-j": ("GPTJConfig", {**_GPT, "rotary_dim": 16, "tie_word_embeddings": False}),
     "gpt-bigcode": ("GPTBigCodeConfig", {**_GPT, "tie_word_embeddings": True}),
-    "starcoder2": ("Starcoder2Config", {**_without("head_dim"), "use_bias": True}),
+    "starcoder2": ("Starcoder2Config", {**_without("head_dim"), "use_bias": True, "sliding_window": 8}),
     "stablelm": ("StableLmConfig", _without("head_dim")),
     "cohere": ("CohereConfig", {**_without("head_dim"), "tie_word_embeddings": True}),
     "cohere2": ("Cohere2Config", {**COMMON, "sliding_window": 8, "tie_word_embeddings": True}),
-    "cohere2-short": ("Cohere2Config", {**COMMON, "sliding_window": 128, "tie_word_embeddings": True}),
+    "cohere2-short": ("Cohere2Config", {**COMMON, "sliding_window": CONTEXT, "tie_word_embeddings": True}),
     "granite": (
         "GraniteConfig",
         {
@@ -177,7 +207,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "hyperclovax": ("HyperCLOVAXConfig", _without("head_dim")),
     "mpt": (
         "MptConfig",
-        {"d_model": HIDDEN, "n_heads": 2, "n_layers": LAYERS, "max_seq_len": 256, "vocab_size": VOCABULARY},
+        {"d_model": HIDDEN, "n_heads": 2, "n_layers": LAYERS, "max_seq_len": 1024, "vocab_size": VOCABULARY},
     ),
     "persimmon": ("PersimmonConfig", _without("head_dim", "num_key_value_heads")),
     "gemma3n": (
@@ -308,7 +338,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "d_model": HIDDEN,
             "n_heads": 2,
             "n_layers": LAYERS,
-            "max_seq_len": 256,
+            "max_seq_len": 1024,
             "vocab_size": VOCABULARY,
             "initializer_range": 0.2,
             "attn_config": {"kv_n_heads": 1, "rope_theta": 10000.0, "clip_qkv": 8.0},

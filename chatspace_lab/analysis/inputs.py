@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from chatspace_lab.capture import CaptureHandle
-from chatspace_lab.errors import AnalysisError
+from chatspace_lab.errors import AnalysisError, kind_of
 from chatspace_lab.steering.vectors import as_list
 
 TOKENS = "lab.frame(handles) or token_frame(handles)"
@@ -43,7 +43,7 @@ def as_handles(value: CaptureHandle | Iterable[CaptureHandle], what: str) -> lis
     found = as_list(value)
     if not found:
         raise AnalysisError(f"{what}: there is nothing to analyse: give at least one fetched capture handle")
-    other = next((type(each).__name__ for each in found if not isinstance(each, CaptureHandle)), None)
+    other = next((kind_of(each, CaptureHandle) for each in found if not isinstance(each, CaptureHandle)), None)
     if other is not None:
         raise AnalysisError(
             f"{what} needs capture handles, got {other}: generate and chat return them with capture_layers"

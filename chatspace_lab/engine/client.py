@@ -18,14 +18,15 @@ import psutil
 import torch
 
 from chatspace_lab import errors, wire
+from chatspace_lab.engine.asked import Prepared, changes, prepare
 from chatspace_lab.engine.bank import VectorBank
 from chatspace_lab.engine.captures import CaptureBroker
-from chatspace_lab.engine.config import VLLMSteeringConfig, check_vllm_version, engine_arguments
+from chatspace_lab.engine.config import VLLMSteeringConfig
 from chatspace_lab.engine.lock import AsyncRWLock
 from chatspace_lab.engine.loop import LoopThread
 from chatspace_lab.engine.processes import descendants, end, shared_memory
 from chatspace_lab.engine.requests import Submission
-from chatspace_lab.engine.root_cause import OPAQUE, CauseLog, sentence
+from chatspace_lab.engine.root_cause import CauseLog, start_error
 from chatspace_lab.engine.stream import StreamDelta
 from chatspace_lab.engine.together import together
 from chatspace_lab.quiet import quiet_children, quieten
@@ -148,46 +149,62 @@ class EngineClient:
                 "`if __name__ == '__main__':`"
             )
         quieten()
-        version = check_vllm_version()
-        kwargs = config.engine_kwargs(enforce_eager)
         with _starting:
             before = descendants()
             loop, log = LoopThread("chatspace-lab"), CauseLog()
             try:
                 with quiet_children(), log.listening(), _stages(progress) as tick:
-                    client = loop.call(cls._start(loop, log, config, kwargs, version), tick=tick, patience_s=0)
+                    prepared = prepare(config, enforce_eager)
+                    client = loop.call(cls._start(loop, log, config, prepared), tick=tick, patience_s=0)
             except BaseException as error:
                 left = descendants() - before
                 end(left, shared_memory(left), timeout_s=0)
                 loop.close()
-                cause = log.read()
-                log.close()
-                if isinstance(error, errors.LabError) or not isinstance(error, Exception):
-                    raise
-                if cause is None or not any(words in str(error) for words in OPAQUE):
-                    raise errors.EngineStartError(f"the engine did not start: {sentence(error)}") from error
-                told = errors.WorkerTracebackError(cause.text)
-                told.__cause__ = error
-                raise errors.EngineStartError(f"the engine did not start: {cause.sentence}") from told
-            _open.add(client)
-            # The last to be registered runs first: before vLLM's own, which gives the engine five seconds and kills it.
-            atexit.unregister(_close_open)
-            atexit.register(_close_open)
-            if client.facts.doubt:
-                warnings.warn(client.facts.doubt, errors.UncomparedWarning, stacklevel=3)
-            return client
+                try:
+                    _raise_start_error(error, log)
+                finally:
+                    log.close()
+                raise
+        _open.add(client)
+        # The last to be registered runs first: before vLLM's own, which gives the engine five seconds and kills it.
+        atexit.unregister(_close_open)
+        atexit.register(_close_open)
+        for note in (*prepared.notes, *changes(prepared.asked, client._engine.vllm_config)):
+            warnings.warn(note, errors.EngineWarning, stacklevel=3)
+        if client.facts.doubt:
+            warnings.warn(client.facts.doubt, errors.UncomparedWarning, stacklevel=3)
+        return client
+
+    @staticmethod
+    def check(config: VLLMSteeringConfig, enforce_eager: bool | None) -> Prepared:
+        """Look up the model and check the options, without starting anything.
+
+        Raises
+        ------
+        EngineStartError, UnsupportedError
+            If an engine of these could not start, as far as can be known beforehand.
+        """
+        log = CauseLog()
+        try:
+            with quiet_children(), log.listening():
+                return prepare(config, enforce_eager)
+        except BaseException as error:
+            _raise_start_error(error, log)
+            raise
+        finally:
+            log.close()
 
     @classmethod
     async def _start(
-        cls, loop: LoopThread, log: CauseLog, config: VLLMSteeringConfig, kwargs: dict[str, Any], version: str
+        cls, loop: LoopThread, log: CauseLog, config: VLLMSteeringConfig, prepared: Prepared
     ) -> EngineClient:
+        import vllm
         from vllm.v1.engine.async_llm import AsyncLLM
 
         os.environ[wire.OWNER_PID] = str(os.getpid())  # inherited by the engine's processes
         # This process has threads, and perhaps CUDA: a forked engine could deadlock or fail to start.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-        arguments = engine_arguments(kwargs)
-        engine = AsyncLLM.from_engine_args(arguments)
+        engine = AsyncLLM.from_vllm_config(prepared.vllm_config, disable_log_stats=prepared.asked["disable_log_stats"])
         client = cls(loop, engine, log)
         try:
             described = await client.rpc(wire.RPC_DESCRIBE)
@@ -207,9 +224,9 @@ class EngineClient:
             dtype=dtype,
             tokenizer=tokenizer,
             vocab_size=vocab_size,
-            vllm_version=version,
+            vllm_version=vllm.__version__,
             max_model_len=engine.model_config.max_model_len,
-            dtype_reason="" if arguments.dtype == config.dtype else "this CPU has no bfloat16 instructions",
+            dtype_reason=prepared.dtype_reason,
         )
         client.bank = VectorBank(config.max_vectors, client._put_vectors)
         client.captures = CaptureBroker(
@@ -394,3 +411,10 @@ class EngineClient:
     async def _shutdown(self) -> None:
         # By default vLLM kills an engine that is not gone after 5 seconds, and then its shared memory stays.
         self._engine.shutdown(timeout=SHUTDOWN_S)
+
+
+def _raise_start_error(error: BaseException, log: CauseLog) -> None:
+    """Raise the reason why an engine did not start, unless ``error`` is one of ours, or an interrupt."""
+    if isinstance(error, Exception) and not isinstance(error, errors.LabError):
+        found = start_error(error, log)
+        raise found from found.__cause__

@@ -97,9 +97,25 @@ class VLLMSteeringConfig:
         for field in own:
             setattr(self, field.name, given.pop(field.name, field.default))
         self.engine_args = {**(engine_args or {}), **given}
-        self._check()
+        self.check()
 
-    def _check(self) -> None:
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute that exists; what vLLM's engine takes stands in ``engine_args``."""
+        if name not in self.__dataclass_fields__:
+            raise ConfigError(
+                f"VLLMSteeringConfig has no attribute {name}, so setting it would have no effect; give options of "
+                f"vLLM's engine when the configuration is made, or set engine_args[{name!r}]"
+            )
+        super().__setattr__(name, value)
+
+    def check(self) -> None:
+        """Check all values. The engine's start does so again: a configuration can be edited.
+
+        Raises
+        ------
+        ConfigError, UnsupportedError
+            Naming the option.
+        """
         known = _engine_arg_names()
         own = {field.name for field in dataclasses.fields(self)} - {"engine_args"}
         for name in self.engine_args:

@@ -16,7 +16,7 @@ from chatspace_lab.engine.serving import RequestMethods
 from chatspace_lab.engine.state import SessionSteering
 from chatspace_lab.engine.steering_methods import SessionSteeringMethods
 from chatspace_lab.engine.stream import TextStream
-from chatspace_lab.errors import CaptureError, SteeringError
+from chatspace_lab.errors import CaptureError, SteeringError, kind_of
 from chatspace_lab.readings import Readings
 from chatspace_lab.steering.directions import DirectionSet
 from chatspace_lab.steering.names import directions_named
@@ -75,7 +75,9 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods):
     ) -> None:
         self.config = VLLMSteeringConfig(cfg) if isinstance(cfg, str) else cfg
         if not isinstance(self.config, VLLMSteeringConfig):
-            raise TypeError(f"cfg: expected VLLMSteeringConfig or a model's name, got {type(cfg).__name__}")
+            raise TypeError(
+                f"cfg: expected VLLMSteeringConfig or a model's name, got {kind_of(cfg, VLLMSteeringConfig)}"
+            )
         layers = list(bootstrap_layers)
         self._client = EngineClient.start(self.config, enforce_eager, progress)
         facts = self._client.facts
@@ -327,6 +329,10 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods):
 
 def _handles(handles: Iterable[CaptureHandle]) -> list[CaptureHandle]:
     found = as_list(handles)
-    if not all(isinstance(handle, CaptureHandle) for handle in found):
-        raise CaptureError("expected a list of CaptureHandle, as generate and chat return them with capture_layers")
+    for handle in found:
+        if not isinstance(handle, CaptureHandle):
+            raise CaptureError(
+                f"expected a list of CaptureHandle, as generate and chat return them with capture_layers, got "
+                f"{kind_of(handle, CaptureHandle)}"
+            )
     return found

@@ -16,7 +16,7 @@ import torch
 from chatspace_lab import wire
 from chatspace_lab.capture import CaptureHandle
 from chatspace_lab.chat import RenderedChat, check_text
-from chatspace_lab.errors import PromptTooLongError, RequestError, SteeringError
+from chatspace_lab.errors import PromptTooLongError, RequestError, SteeringError, kind_of
 from chatspace_lab.steering.program import Program, check_layer
 from chatspace_lab.steering.specs import SteeringSpec
 from chatspace_lab.steering.vectors import as_index, as_list
@@ -298,9 +298,13 @@ def steering_per_prompt(steering: Steering, count: int) -> list[SteeringSpec | N
             raise RequestError(f"steering: {len(steering)} specs for {count} prompts; give one each, or a single one")
         for index, spec in enumerate(steering):
             if spec is not None and not isinstance(spec, SteeringSpec):
-                raise RequestError(f"steering[{index}]: expected SteeringSpec or None, got {type(spec).__name__}")
+                raise RequestError(
+                    f"steering[{index}]: expected SteeringSpec or None, got {kind_of(spec, SteeringSpec)}"
+                )
         return list(steering)
-    raise RequestError(f"steering: expected a SteeringSpec, a list of them, or None, got {type(steering).__name__}")
+    raise RequestError(
+        f"steering: expected a SteeringSpec, a list of them, or None, got {kind_of(steering, SteeringSpec)}"
+    )
 
 
 def sampling_of(params: Any) -> dict[str, Any]:

@@ -7,15 +7,21 @@ import copy
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
+
+from chatspace_lab import errors
 
 CONFIG_PATH = "VLLM_LOGGING_CONFIG_PATH"
 HANDLER = "chatspace_lab"
 RECORD, FIELD = "\x1e", "\x1f"
+FORMAT = f"{RECORD}%(process)d{FIELD}%(message)s"
 TRACEBACK = "Traceback (most recent call last):"
-OPAQUE = ("root cause", "stack trace")
+OPAQUE = ("root cause", "stack trace", "check the logs")
 """Words by which vLLM says that somebody else said it."""
+HARMLESS = ("Failed to load plugin",)
+"""How records begin whose failure ends no engine."""
 LONGEST = 400
 """Characters of a sentence."""
 
@@ -28,7 +34,7 @@ class Cause(NamedTuple):
 
 
 class CauseLog:
-    """An anonymous file that the engine's processes append their errors to.
+    """An anonymous file that the engine's processes, and vLLM in this one, append their errors to.
 
     vLLM's own setting for logging (``VLLM_LOGGING_CONFIG_PATH``) makes them: its default, and one handler more. Who
     configures vLLM's logging keeps that, and reads the cause in the log. The file has no name, so nothing stays behind.
@@ -41,16 +47,21 @@ class CauseLog:
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Make processes that start in this block log here too."""
-        if CONFIG_PATH in os.environ or os.environ.get("VLLM_CONFIGURE_LOGGING", "1") != "1":
-            yield
-            return
-        settings = json.dumps(_settings(f"/proc/{os.getpid()}/fd/{self._log}")).encode()
-        os.pwrite(self._settings, settings, 0)
-        os.environ[CONFIG_PATH] = f"/proc/{os.getpid()}/fd/{self._settings}"
+        path = f"/proc/{os.getpid()}/fd/{self._log}"
+        configured = CONFIG_PATH in os.environ or os.environ.get("VLLM_CONFIGURE_LOGGING", "1") != "1"
+        if not configured:
+            os.pwrite(self._settings, json.dumps(_settings(path)).encode(), 0)
+            os.environ[CONFIG_PATH] = f"/proc/{os.getpid()}/fd/{self._settings}"
+        own = logging.FileHandler(path, delay=True)
+        own.name = HANDLER
+        own.setLevel("ERROR")
+        own.setFormatter(logging.Formatter(FORMAT))
+        logging.getLogger("vllm").addHandler(own)
         try:
             yield
         finally:
-            del os.environ[CONFIG_PATH]
+            if not configured:
+                del os.environ[CONFIG_PATH]
             _restore_own_logger()
 
     def read(self) -> Cause | None:
@@ -79,7 +90,7 @@ def _settings(path: str) -> dict[str, object]:
     for formatter in settings["formatters"].values():
         if "log_level" in formatter:
             formatter["log_level"] = level
-    settings["formatters"][HANDLER] = {"format": f"{RECORD}%(process)d{FIELD}%(message)s"}
+    settings["formatters"][HANDLER] = {"format": FORMAT}
     settings["handlers"][HANDLER] = {
         "class": "logging.FileHandler",
         "formatter": HANDLER,
@@ -106,6 +117,7 @@ def find(log: str) -> Cause | None:
     The first traceback that does not point elsewhere is it: what other processes log after that follows from it.
     """
     records = [record.partition(FIELD)[2].strip() for record in log.split(RECORD) if record.strip()]
+    records = [record for record in records if not record.startswith(HARMLESS)]
     told = [(_exception(record) if TRACEBACK in record else record.partition("\n")[0], record) for record in records]
     clear = [(what, record) for what, record in told if not any(words in what for words in OPAQUE)]
     with_traceback = [(what, record) for what, record in clear if TRACEBACK in record]
@@ -128,3 +140,32 @@ def sentence(error: BaseException | str) -> str:
     if "validation error" in lines[0] and len(lines) > 1:  # pydantic's; what it is follows
         lines[0] = lines[1].partition(" [type=")[0].removeprefix("Value error, ")
     return lines[0] if len(lines[0]) <= LONGEST else f"{lines[0][: LONGEST - 1]}…"
+
+
+def start_error(error: Exception, log: CauseLog) -> errors.EngineStartError:
+    """Return why an engine did not start, with what to do if that is known; its cause is set."""
+    cause = log.read()
+    if cause is None or not any(words in str(error) for words in OPAQUE):
+        found = errors.EngineStartError(f"the engine did not start: {advised(sentence(error))}")
+        found.__cause__ = error
+    else:
+        found = errors.EngineStartError(f"the engine did not start: {advised(cause.sentence)}")
+        found.__cause__ = errors.WorkerTracebackError(cause.text)
+        found.__cause__.__cause__ = error
+    return found
+
+
+def advised(what: str) -> str:
+    """Return a sentence about a failure, with what to do if it is a package that is missing."""
+    import torch
+
+    if "KV cache" in what and "gpu_memory_utilization" in what and not torch.cuda.is_available():
+        return f"{what} On a CPU the KV cache has 2 GiB unless kv_cache_memory_bytes says otherwise: set that"
+    found = re.search(r"No module named '(\w+)|requires the (\w+) library", what)
+    if found is None:
+        return what
+    name = (found[1] or found[2]).lower()
+    if name not in ("torchvision", "torchaudio", "torchcodec"):
+        return f"{what}; this model needs it: pip install {name}"
+    index = "" if torch.version.cuda else " --index-url https://download.pytorch.org/whl/cpu"
+    return f"{what}; this model needs it, built for PyTorch {torch.__version__}: pip install {name}{index}"

@@ -29,7 +29,7 @@ from chatspace_lab.engine.requests import (
 )
 from chatspace_lab.engine.state import SessionSteering
 from chatspace_lab.engine.stream import StreamDelta, TextStream
-from chatspace_lab.errors import RequestError
+from chatspace_lab.errors import RequestError, kind_of
 from chatspace_lab.readings import Readings
 from chatspace_lab.steering.directions import DirectionSet
 from chatspace_lab.steering.names import directions_named
@@ -79,6 +79,15 @@ class RequestMethods:
             )
         return params
 
+    def _check_logprobs(self, ask: Ask) -> None:
+        """Refuse log-probabilities that nobody would see."""
+        params = self._sampling(ask.sampling_params, ask.sampling)
+        if not ask.raw_output and (params.logprobs is not None or params.prompt_logprobs is not None):
+            raise RequestError(
+                "sampling: logprobs and prompt_logprobs are in vLLM's own outputs: ask for raw_output=True, in "
+                "generate or chat"
+            )
+
     def prepare(
         self,
         prompts: Any,
@@ -115,6 +124,7 @@ class RequestMethods:
 
     def _submissions(self, prompts: list[Prompt], ask: Ask) -> list[Submission]:
         """Check everything and lay out one request per prompt and sample."""
+        self._check_logprobs(ask)
         params = self._sampling(ask.sampling_params, ask.sampling)
         for index, prompt in enumerate(prompts):
             check_length(prompt, index, params.max_tokens, self.max_model_len)
@@ -185,7 +195,7 @@ class RequestMethods:
             ask = dataclasses.replace(ask, capture_layers=ask.read_layers)
         reading = self._directions(ask, directions)
         if ask.steering is not None and not isinstance(ask.steering, SteeringSpec):
-            raise RequestError("a stream takes one SteeringSpec")
+            raise RequestError(f"a stream takes one SteeringSpec, got {kind_of(ask.steering, SteeringSpec)}")
         submission, *more = self._submissions(prompts, ask)
         if more:
             for each in (submission, *more):

@@ -47,6 +47,11 @@ class SessionSteering:
         async with self._lock.write():
             await self._set(update(self.spec))
 
+    async def clear(self) -> None:
+        """Remove all steering, once all requests under way have ended. Nothing is checked, so that it always works."""
+        async with self._lock.write():
+            await self._put(SteeringSpec.none(), None)
+
     async def push(self, spec: SteeringSpec, mark: object = None) -> None:
         """Remember the spec in force, under a mark for :meth:`leave`, and replace it."""
         async with self._lock.write():
@@ -82,7 +87,9 @@ class SessionSteering:
                     return
 
     async def _set(self, spec: SteeringSpec) -> None:
-        program = self._compile(spec)
+        await self._put(spec, self._compile(spec))
+
+    async def _put(self, spec: SteeringSpec, program: Program | None) -> None:
         if program is not None:
             await self._bank.acquire(program.vectors)
         if self.program is not None:

@@ -64,7 +64,7 @@ class SessionSteeringMethods:
 
     async def clear_all_vectors(self) -> None:
         """Remove all session-wide steering: vectors, caps and ablations of every layer."""
-        await self._change(lambda _: SteeringSpec.none())
+        await self._in_turn(self._session.clear)
 
     async def set_layer_projection_cap(
         self,

@@ -68,7 +68,7 @@ class CudaBackend:
         captures = self._tables.captures
         segments = {placement.segment.name: placement.segment for placement in placements}
 
-        def write(slots: list[int], names: list[tuple[str, int]]) -> None:
+        def write(slots: list[int], names: list[int]) -> None:
             for slot, name in zip(slots, names, strict=True):
                 segments[name].write_addresses(captures.host[slot])
 

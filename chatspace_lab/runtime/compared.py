@@ -22,13 +22,17 @@ class Compared(NamedTuple):
     form: str
     captures: str
     operations: str
+    cached: str
     verdict: str
 
 
 ABOUT = """\
 Architectures compared with Hugging Face in float32, captures and every operation at every layer, by
 `python -m tests.architectures`, on a small random model of each. An error is a row's distance relative to its length,
-the largest of all rows and layers; "right" is below 1e-4. "not buildable": plain vLLM cannot run it on a CPU either."""
+the largest of all rows and layers; "right" is below 1e-4. One prompt of 600 tokens is longer than a
+block of the KV cache, a step of prefill and the sliding window; it is asked twice, and "cached" is how many of its
+tokens came from the prefix cache then ("off": the engine has none). "not buildable": plain vLLM cannot run it on a CPU
+either."""
 
 
 def compared() -> list[Compared]:
@@ -44,9 +48,14 @@ QUANTISED = frozenset({"compressed-tensors", "gptq", "auto_gptq", "awq", "auto_a
 """Methods by which a small model is right on a CPU."""
 
 
-def doubt(architecture: str, quantization: str | None) -> str:
-    """Return what is not known of a model, as a sentence; empty if it was compared."""
+def doubt(architecture: str, quantization: str | None, implementation: str = "auto") -> str:
+    """Return what is not known of a model, as a sentence; empty if it was compared.
+
+    ``implementation`` is vLLM's ``model_impl``: the same architecture may be run by other code than was compared.
+    """
     what = []
+    if implementation != "auto":
+        what.append(f"models run with model_impl={implementation!r}")
     if architecture not in RIGHT:
         what.append(f"models of the architecture {architecture}")
     if quantization is not None and quantization not in QUANTISED:

@@ -5,7 +5,7 @@ Found by ``python -m tests.architectures``, which compares the two.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,11 +54,26 @@ DEVIATIONS = {
         "a small random model of it differs from Hugging Face's by more than 1e-2 behind each mixture of "
         "experts, and why is not known"
     ),
+    "FalconForCausalLM": Deviation(
+        "Hugging Face rounds the position in ALiBi's bias to bfloat16, which shows in contexts of more than 256 "
+        "tokens; set max_model_len to 256 or less",
+        lambda now: getattr(now.config, "alibi", False) and now.max_model_len > 256,
+    ),
     "Lfm2ForCausalLM": _ROTARY,
     "Lfm2MoeForCausalLM": _ROTARY,
     "NemotronHForCausalLM": _TIME_STEP,
     "Zamba2ForCausalLM": _TIME_STEP,
 }
+
+
+def _rope_limits(config: Any) -> Iterator[tuple[str, int]]:
+    """Yield each kind of rotary embedding that changes with the length of the context, and up to which it does not."""
+    found = getattr(config, "rope_parameters", None) or {}
+    for rope in [found, *(each for each in found.values() if isinstance(each, dict))]:
+        if rope.get("rope_type") == "longrope":
+            yield "longrope", rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        elif rope.get("rope_type") == "dynamic" and "alpha" not in rope:
+            yield "dynamic", config.max_position_embeddings
 
 
 def refuse_deviation(architecture: str, now: Circumstances) -> None:
@@ -72,3 +87,10 @@ def refuse_deviation(architecture: str, now: Circumstances) -> None:
     known = DEVIATIONS.get(architecture)
     if known is not None and known.matters(now):
         raise UnsupportedError(f"{architecture}: {known.reason}")
+    for kind, limit in _rope_limits(now.config):
+        if now.max_model_len > limit:
+            raise UnsupportedError(
+                f"{architecture}: with rotary embeddings of type {kind}, Hugging Face's activations depend on whether "
+                f"the context has more than {limit} tokens, and vLLM's on max_model_len, which is {now.max_model_len}; "
+                f"set max_model_len to {limit} or less"
+            )

@@ -25,7 +25,6 @@ from chatspace_lab.errors import UnsupportedError
 from chatspace_lab.runtime import layers, operator, v1, v2
 from chatspace_lab.runtime.compared import doubt
 from chatspace_lab.runtime.core import Runtime
-from chatspace_lab.runtime.deviations import Circumstances, refuse_deviation
 from chatspace_lab.runtime.store import CaptureStore
 from chatspace_lab.runtime.tables import Tables
 from chatspace_lab.runtime.watch import tell_stage, watch_owner
@@ -153,8 +152,6 @@ def _install(worker: Any) -> None:
     model = runner.get_model()
     architecture = type(model).__name__
     text_config = config.model_config.hf_text_config
-    circumstances = Circumstances(text_config, config.model_config.max_model_len, runner.device.type)
-    refuse_deviation(config.model_config.architecture, circumstances)
     count, hidden_size = text_config.num_hidden_layers, config.model_config.get_hidden_size()
     blocks = layers.find_blocks(model, count)
     calls = layers.record_calls(blocks, lambda: _probe(worker, model))
@@ -197,7 +194,11 @@ def _install(worker: Any) -> None:
         "runner": adapter.MODULE,
         "block": type(blocks[0]).__name__,
         "form": "single tensor" if form.residual is None else "hidden + residual",
-        "doubt": doubt(config.model_config.hf_config.architectures[0], config.model_config.quantization),
+        "doubt": doubt(
+            config.model_config.hf_config.architectures[0],
+            config.model_config.quantization,
+            str(getattr(config.model_config.model_impl, "value", config.model_config.model_impl)),
+        ),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,9 +20,12 @@ FIRST_ANSWER_ROWS = 64
 
 
 class Segment(NamedTuple):
-    """Rows ``[first, first + rows)`` of a capture: [layers, rows, hidden_size] in shared memory."""
+    """Rows ``[first, first + rows)`` of a capture: [layers, rows, hidden_size] in shared memory.
 
-    name: tuple[str, int]
+    ``name`` is never given twice: a capture that is closed and begun again under its key lies elsewhere.
+    """
+
+    name: int
     first: int
     rows: int
     layers: list[int]
@@ -123,7 +127,7 @@ class CaptureBuffer:
             )
             self._free()
             return
-        self.segments.append(Segment((self.key, len(self.segments)), first, rows, self.layers, region, layer_bytes))
+        self.segments.append(Segment(next(self._store.names), first, rows, self.layers, region, layer_bytes))
         self._rows += rows
         self._next = min(2 * rows, max(self._expected - first - rows, 1))
 
@@ -230,6 +234,7 @@ class CaptureStore:
         self.row_bytes = hidden_size * dtype.itemsize
         self.recomputed = 0
         self.retirements = 0
+        self.names = itertools.count()
         self._fence = fence
         self._retired: deque[tuple[Callable[[], bool], list[Region]]] = deque()
         self._buffers: dict[str, CaptureBuffer] = {}

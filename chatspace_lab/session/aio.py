@@ -131,7 +131,10 @@ class AsyncLab:
 
     async def clear(self, layers: int | Sequence[int] | None = None) -> None:
         """Remove all session-wide steering at some layers; at all with None."""
-        chosen = range(self.model.layer_count) if layers is None else as_layers(layers, self.model.layer_count, "clear")
+        if layers is None:
+            await self.model.clear_all_vectors()
+            return
+        chosen = as_layers(layers, self.model.layer_count, "clear")
 
         def without(spec: SteeringSpec) -> SteeringSpec:
             for layer in chosen:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
 import inspect
+import os
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -14,18 +16,20 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from chatspace_lab.chat import ChatResponse
+from chatspace_lab.engine.client import EngineClient
 from chatspace_lab.engine.config import VLLMSteeringConfig
 from chatspace_lab.engine.model import VLLMSteerModel
-from chatspace_lab.errors import EngineDeadError, SessionError
+from chatspace_lab.errors import ConfigError, EngineDeadError, SessionError, kind_of
 from chatspace_lab.models import DEMO_NAME
 from chatspace_lab.quiet import quieten
 from chatspace_lab.session.aio import AsyncLab
 from chatspace_lab.session.card import card
 from chatspace_lab.session.history import History, Run, describe
 from chatspace_lab.session.job import CURRENT, INTERRUPTS, Bar, Job
-from chatspace_lab.session.start import StartDisplay, find_model
+from chatspace_lab.session.start import StartDisplay, files_of, find_model, fits_beside
 from chatspace_lab.session.stream import LabStream
 from chatspace_lab.steering.names import directions_named
+from chatspace_lab.steering.program import check_layer
 from chatspace_lab.steering.specs import SteeringSpec
 
 if TYPE_CHECKING:
@@ -56,7 +60,8 @@ class LabSession:
     bootstrap_layers, enforce_eager
         As for :class:`VLLMSteerModel`.
     replace
-        Close a lab that runs with other arguments first.
+        Start this one in place of those that run, which are closed once it runs. Where memory, or a GPU, does not hold
+        both, they are closed just before the start, after the model was looked up and the options were checked.
     beside
         Start this one beside others; a kernel may hold several, if the machine can.
     options
@@ -81,11 +86,13 @@ class LabSession:
     SessionError
         If a lab runs with other arguments; says with which, and how to replace it.
     ConfigError, UnsupportedError, EngineStartError
-        If the engine cannot be started. Nothing is left running then.
+        If the engine cannot be started. Nothing of it is left running then; a lab that it was to replace goes on,
+        unless it had to make room (the error has a note that says so).
     """
 
     aio: AsyncLab
     partial: Any
+    _closed: bool
 
     def __new__(
         cls,
@@ -98,7 +105,9 @@ class LabSession:
         **options: Any,
     ) -> LabSession:
         """Return the running lab with these arguments, or start one."""
-        key = {"model": model, "bootstrap_layers": list(bootstrap_layers), "enforce_eager": enforce_eager, **options}
+        arguments = {"bootstrap_layers": list(bootstrap_layers), "enforce_eager": enforce_eager, **options}
+        # A configuration can be edited, and a folder be written again, after the engine has started.
+        key = {"model": _as_given(model), "files": files_of(model), **copy.deepcopy(arguments)}
         with _making:
             for lab in _running:
                 if lab._key == key and not replace:
@@ -106,41 +115,67 @@ class LabSession:
                         return lab
                     lab.close()  # its engine died
             others = list(_running)
-            if others and replace:
-                for lab in others:
-                    lab.close()
-            elif others and not beside:
+            if others and not replace and not beside:
+                same = {**others[0]._key, "files": None} == {**key, "files": None}
+                changed = "; the model's folder was written to since" if same else ""
                 raise SessionError(
-                    f"a lab runs already in this kernel: {others[0]!r}, made by {others[0]._made_by}. Use that one, "
-                    f"close it (lab.close()), replace it (LabSession(…, replace=True)), or start this one beside it "
-                    f"(beside=True)"
+                    f"a lab runs already in this kernel: {others[0]!r}, made by {others[0]._made_by}{changed}. "
+                    f"Use that one, close it (lab.close()), replace it (LabSession(…, replace=True)), or start this "
+                    f"one beside it (beside=True)"
                 )
             lab = super().__new__(cls)
-            lab._start(key, model, list(bootstrap_layers), enforce_eager, options)
+            lab._start(key, model, list(bootstrap_layers), enforce_eager, options, others if replace else [])
             _running.append(lab)
             return lab
 
     def _start(
-        self, key: dict[str, Any], model: Any, bootstrap_layers: list[int], eager: bool | None, options: dict[str, Any]
+        self,
+        key: dict[str, Any],
+        model: Any,
+        bootstrap_layers: list[int],
+        eager: bool | None,
+        options: dict[str, Any],
+        replaced: list[LabSession],
     ) -> None:
         if isinstance(model, VLLMSteerModel):
             if options or bootstrap_layers or eager is not None:
                 raise SessionError("LabSession: a running model takes no further arguments")
             started = model
         else:
+            if not isinstance(model, VLLMSteeringConfig | str | os.PathLike | None):
+                wanted = kind_of(model, VLLMSteeringConfig, VLLMSteerModel)
+                raise ConfigError(f"LabSession: expected a model's name or folder, or a configuration, got {wanted}")
             quieten()
             name = model.model_name if isinstance(model, VLLMSteeringConfig) else model
             with StartDisplay(DEMO_NAME if name is None else str(name)) as display:
-                found = find_model(name, display.show)
+                found = find_model(None if name is None else os.fspath(name), display.show)
                 if isinstance(model, VLLMSteeringConfig):
                     if options:
                         raise SessionError("LabSession: give a configuration or its options, not both")
                     config = model
                 else:
                     config = VLLMSteeringConfig(found, **{"use_tqdm_on_load": False, **options})
-                started = VLLMSteerModel(
-                    config, bootstrap_layers=bootstrap_layers, enforce_eager=eager, progress=display.show
-                )
+                if replaced:
+                    display.show("looking up the model")
+                    prepared = EngineClient.check(config, eager)
+                    for layer in bootstrap_layers:
+                        check_layer(layer, prepared.vllm_config.model_config.hf_text_config.num_hidden_layers)
+                    if not fits_beside(prepared):
+                        display.show("closing the lab that runs: there is no memory for both")
+                        for lab in replaced:
+                            lab.close()
+                try:
+                    started = VLLMSteerModel(
+                        config, bootstrap_layers=bootstrap_layers, enforce_eager=eager, progress=display.show
+                    )
+                except BaseException as error:
+                    if any(lab._closed for lab in replaced):
+                        error.add_note(
+                            "the lab that ran before is closed: there was no memory for both engines at once"
+                        )
+                    raise
+        for lab in replaced:
+            lab._give_up(started)
         self._key = key
         self._name = DEMO_NAME if model is None else started.model_name
         self._model = started
@@ -210,7 +245,9 @@ class LabSession:
         model = self._key["model"]
         given = [] if model is None else [repr(model.model_name if hasattr(model, "model_name") else model)]
         given += [
-            f"{name}={value!r}" for name, value in self._key.items() if name != "model" and value not in (None, [])
+            f"{name}={value!r}"
+            for name, value in self._key.items()
+            if name not in ("model", "files") and value not in (None, [])
         ]
         return f"LabSession({', '.join(given)})"
 
@@ -298,11 +335,16 @@ class LabSession:
 
     def close(self) -> None:
         """Stop the engine and free all it held. Again is fine."""
+        self._give_up(None)
+
+    def _give_up(self, kept: VLLMSteerModel | None) -> None:
+        """Close this lab, and its engine unless that is ``kept``."""
         with _making:
             if self in _running:
                 _running.remove(self)
         self._closed = True
-        self._model.close()
+        if self._model is not kept:
+            self._model.close()
 
     def __enter__(self) -> LabSession:
         return self
@@ -343,6 +385,10 @@ def _panels() -> Any:
             raise
         needed = f"a panel needs {error.name}: pip install 'chatspace-lab[lab]'"
         raise ModuleNotFoundError(needed, name=error.name) from error
+
+
+def _as_given(model: Any) -> Any:
+    return copy.deepcopy(model) if isinstance(model, VLLMSteeringConfig) else model
 
 
 def _answer(run: Run) -> Any:

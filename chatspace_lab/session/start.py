@@ -9,7 +9,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import psutil
+
 from chatspace_lab import wire
+from chatspace_lab.engine.asked import Prepared
 from chatspace_lab.errors import EngineStartError
 from chatspace_lab.models import DEMO_NAME, cache_dir
 from chatspace_lab.session.line import Line
@@ -18,6 +21,9 @@ DOWNLOAD = "downloading the model"
 DEMO = "making the demo model (once)"
 PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
 """What is fetched of a model on the Hugging Face hub."""
+WEIGHTS = ["*.safetensors", "*.bin", "*.gguf"]
+ENGINE_BYTES = 3 << 30
+"""Memory that an engine on a CPU takes beside weights and KV cache: its processes, and room to load."""
 
 READY = wire.STAGES[-1]
 TIMES = "starts.json"
@@ -107,3 +113,36 @@ def _download(name: str, show: Any) -> None:
             ) from error
     except HFValidationError as error:
         raise EngineStartError(f"{name!r} is neither a folder nor a model's name on the Hugging Face hub") from error
+
+
+def files_of(model: Any) -> dict[str, tuple[int, int]]:
+    """Return size and time of each file that an engine reads from a model's folder; nothing for a model of the hub."""
+    name = getattr(model, "model_name", model)
+    folder = None if name is None else Path(name).expanduser()
+    if folder is None or not folder.is_dir():
+        return {}
+    found = [file for pattern in (*PATTERNS, *WEIGHTS) for file in sorted(folder.glob(pattern))]
+    return {file.name: (file.stat().st_size, file.stat().st_mtime_ns) for file in found}
+
+
+def fits_beside(prepared: Prepared) -> bool:
+    """Return whether there is memory for this engine beside those that run.
+
+    On a CPU that is seen from the size of the weights' files and of the KV cache. On a GPU the answer is no: an engine
+    takes most of its memory.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return False
+    config = prepared.vllm_config
+    folder = Path(config.model_config.model)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(str(folder), allow_patterns=PATTERNS, local_files_only=True))
+    weights = sum(file.stat().st_size for pattern in WEIGHTS for file in folder.glob(pattern))
+    needed = (
+        2 * weights + (config.cache_config.kv_cache_memory_bytes or 0) + ENGINE_BYTES
+    )  # bfloat16 may become float32
+    return psutil.virtual_memory().available > needed

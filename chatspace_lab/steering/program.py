@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from chatspace_lab import wire
-from chatspace_lab.errors import SteeringError
-from chatspace_lab.steering.specs import AddSpec, Operation, ProjectionCapSpec, SteeringSpec
+from chatspace_lab.errors import SteeringError, kind_of
+from chatspace_lab.steering.specs import AblationSpec, AddSpec, Operation, ProjectionCapSpec, SteeringSpec
 from chatspace_lab.steering.vectors import as_index, content_key
 
 
@@ -68,7 +68,9 @@ def _encode(operation: Operation) -> tuple[int, float, float]:
         low = -np.inf if operation.min is None else operation.min
         high = np.inf if operation.max is None else operation.max
         return wire.CAP, low, high
-    return wire.ABLATE, operation.scale, 0.0
+    if isinstance(operation, AblationSpec):
+        return wire.ABLATE, operation.scale, 0.0
+    raise SteeringError(f"expected an operation, got {kind_of(operation, AddSpec, ProjectionCapSpec, AblationSpec)}")
 
 
 def check_layer(layer: object, layer_count: int) -> int:
@@ -100,7 +102,7 @@ def compile_spec(spec: SteeringSpec, *, layer_count: int, hidden_size: int, max_
         than ``max_ops_per_layer`` operations.
     """
     if not isinstance(spec, SteeringSpec):
-        raise SteeringError(f"expected a SteeringSpec, got {type(spec).__name__}")
+        raise SteeringError(f"expected a SteeringSpec, got {kind_of(spec, SteeringSpec)}")
     if not spec:
         return None
     named = next((op.vector for _, op in spec if isinstance(op.vector, str)), None)

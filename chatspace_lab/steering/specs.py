@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from chatspace_lab.errors import SteeringError
+from chatspace_lab.errors import SteeringError, kind_of
 from chatspace_lab.steering.vectors import as_direction, as_index, as_list, as_number, as_vector
 from chatspace_lab.steering.where import Where, as_where
 from chatspace_lab.wire import LARGEST
@@ -158,7 +158,7 @@ class LayerSteeringSpec(_ByValue):
             value = getattr(self, name)
             if value is not None and not isinstance(value, kind):
                 raise SteeringError(
-                    f"LayerSteeringSpec.{name}: expected {kind.__name__} or None, got {type(value).__name__}"
+                    f"LayerSteeringSpec.{name}: expected {kind.__name__} or None, got {kind_of(value, kind)}"
                 )
             if value is not None:
                 named.append(value)
@@ -171,7 +171,7 @@ class LayerSteeringSpec(_ByValue):
             if not isinstance(operation, Operation):
                 raise SteeringError(
                     f"LayerSteeringSpec.operations[{index}]: expected AddSpec, ProjectionCapSpec or AblationSpec, "
-                    f"got {type(operation).__name__}"
+                    f"got {kind_of(operation, AddSpec, ProjectionCapSpec, AblationSpec)}"
                 )
         if named and given:
             raise SteeringError("LayerSteeringSpec: use add/projection_cap/ablation or operations, not both")
@@ -241,7 +241,7 @@ class SteeringSpec(_ByValue):
             index = as_index(layer, "SteeringSpec.layers: a layer")
             if not isinstance(spec, LayerSteeringSpec):
                 raise SteeringError(
-                    f"SteeringSpec.layers[{layer}]: expected LayerSteeringSpec, got {type(spec).__name__}"
+                    f"SteeringSpec.layers[{layer}]: expected LayerSteeringSpec, got {kind_of(spec, LayerSteeringSpec)}"
                 )
             layers[index] = spec
         if not layers:
@@ -286,7 +286,7 @@ class SteeringSpec(_ByValue):
         layers.pop(layer, None)
         if spec is not None:
             layers[layer] = spec
-        return replace(self, layers=layers) if layers else SteeringSpec.none()
+        return replace(self, layers=layers) if layers else type(self).none()
 
 
 def _spec_from(layers: dict[int, LayerSteeringSpec], where: Where) -> SteeringSpec:

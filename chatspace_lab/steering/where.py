@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from chatspace_lab.errors import RequestError, SteeringError
+from chatspace_lab.errors import RequestError, SteeringError, kind_of
 from chatspace_lab.spans import FOREVER
 from chatspace_lab.steering.vectors import as_index
 
@@ -97,7 +97,7 @@ def as_where(value: Where | str) -> Where:
         return value
     if isinstance(value, str):
         return Where(value)
-    raise RequestError(f"where: expected a name or Where, got {type(value).__name__}")
+    raise RequestError(f"where: expected a name or Where, got {kind_of(value, Where)}")
 
 
 def resolve(

@@ -640,6 +640,8 @@ def test_sampling_in_both_forms(model: VLLMSteerModel) -> None:
     async def main() -> None:
         with pytest.raises(RequestError, match="not both"):
             await model.generate(PROMPT, params, max_tokens=4)
+        with pytest.raises(RequestError, match="ask for raw_output=True"):  # nobody would see them
+            await model.generate(PROMPT, logprobs=2, **SHORT)
         both = await model.generate([PROMPT, PROMPT], params, capture_layers=[0], steering=[None, SteeringSpec.none()])
         await model.fetch_captures_batch(both[1])
         assert (params.n, params.max_tokens, params.extra_args) == (1, 3, None)  # the caller's own object is left alone

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from chatspace_lab import VLLMSteeringConfig, VLLMSteerModel, wire
+from chatspace_lab.engine.client import EngineClient
 from chatspace_lab.engine.config import check_vllm_version
 from chatspace_lab.errors import ConfigError, LabError, UnsupportedError
 from tests import quantised
@@ -132,6 +133,17 @@ def test_positions_and_copies() -> None:
         VLLMSteeringConfig("m", 2, tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="positional"):
         VLLMSteeringConfig("m", *range(20))
+
+
+def test_edited_afterwards() -> None:
+    config = VLLMSteeringConfig("m")
+    config.max_model_len = 64
+    assert config.engine_kwargs(None)["max_model_len"] == 64
+    with pytest.raises(ConfigError, match=r"no attribute max_num_seqs.*engine_args\['max_num_seqs'\]"):
+        config.max_num_seqs = 8  # type: ignore[attr-defined]
+    config.max_vectors = 0
+    with pytest.raises(ConfigError, match="max_vectors"):
+        EngineClient.check(config, None)
 
 
 def test_a_first_argument_that_is_no_configuration() -> None:

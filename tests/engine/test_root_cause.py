@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from chatspace_lab.engine.root_cause import CONFIG_PATH, FIELD, RECORD, CauseLog, find, sentence
+from chatspace_lab.engine.root_cause import CONFIG_PATH, FIELD, RECORD, CauseLog, advised, find, sentence
 
 WORKER = """WorkerProc failed to start.
 Traceback (most recent call last):
@@ -36,6 +36,22 @@ pydantic_core.ValidationError: 1 validation error for VllmConfig
   Value error, float32 is not supported [type=value_error, input_value=1]
     For further information visit a page"""
 
+PLUGIN = """Failed to load plugin of somebody
+Traceback (most recent call last):
+  File "plugin.py", line 1, in register
+    raise KeyError("x")
+KeyError: 'x'"""
+INSPECTED = """Error in inspecting model architecture 'SomeForConditionalGeneration'
+Traceback (most recent call last):
+  File "registry.py", line 7, in run
+    check()
+RuntimeError: Error raised in subprocess:
+Traceback (most recent call last):
+  File "model.py", line 2, in <module>
+    import torchvision
+ModuleNotFoundError: No module named 'torchvision'
+"""
+
 
 def log(*records: str) -> str:
     return "".join(f"{RECORD}{100 + number}{FIELD}{record}\n" for number, record in enumerate(records))
@@ -49,6 +65,8 @@ def log(*records: str) -> str:
         (("Worker 0 died unexpectedly", ENGINE), "Worker 0 died unexpectedly"),
         (("a remark", WORKER), "ValueError: no weights for layers.3"),
         ((PYDANTIC,), "float32 is not supported"),
+        ((PLUGIN, WORKER), "ValueError: no weights for layers.3"),
+        ((INSPECTED,), "ModuleNotFoundError: No module named 'torchvision'"),
     ],
 )
 def test_the_first_that_says_what_it_is(records: tuple[str, ...], said: str) -> None:
@@ -60,6 +78,13 @@ def test_the_first_that_says_what_it_is(records: tuple[str, ...], said: str) -> 
 def test_nothing_is_known() -> None:
     assert find("") is None
     assert find(log(ENGINE)) is None
+
+
+def test_a_missing_package_is_told_with_what_to_do() -> None:
+    assert "built for PyTorch" in advised("ModuleNotFoundError: No module named 'torchvision'")
+    assert "pip install torchvision" in advised("ImportError: X requires the Torchvision library but it was not found")
+    assert advised("ModuleNotFoundError: No module named 'timm'").endswith("; this model needs it: pip install timm")
+    assert advised("ValueError: no weights") == "ValueError: no weights"
 
 
 def test_a_sentence() -> None:

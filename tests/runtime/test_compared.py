@@ -20,10 +20,15 @@ def test_a_doubt_names_what_it_is_about(architecture: str, quantization: str | N
     assert all(word in doubt(architecture, quantization) for word in words)
 
 
+def test_another_implementation() -> None:
+    assert "model_impl='transformers'" in doubt("LlamaForCausalLM", None, "transformers")
+
+
 def test_no_doubt() -> None:
     assert doubt("LlamaForCausalLM", None) == ""
     assert doubt("LlamaForCausalLM", "gptq") == ""
 
 
 def test_what_is_refused_is_not_right() -> None:
-    assert set(DEVIATIONS) & RIGHT == {"Cohere2ForCausalLM"}  # right up to its sliding window, and refused beyond
+    # Right up to a sliding window, and without ALiBi or in short contexts; refused otherwise.
+    assert set(DEVIATIONS) & RIGHT == {"Cohere2ForCausalLM", "FalconForCausalLM"}

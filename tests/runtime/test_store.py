@@ -24,6 +24,17 @@ def make(limit: int = 1 << 30, fence: Callable[[], Callable[[], bool]] = lambda:
     return CaptureStore(SharedPool(limit, slab_bytes=16 * PAGE), HIDDEN, torch.float32, fence)
 
 
+def test_a_segment_has_a_name_of_its_own() -> None:
+    """A capture that is closed while its request goes on may begin again; on a GPU its place is looked up by name."""
+    store = make()
+    names = []
+    for _ in range(2):
+        buffer = store.open("a", [0], EVERYWHERE, 4, 8)
+        names += [segment.name for _, _, segment, _ in buffer.place(0, 0, 4)]
+        store.release(["a"])
+    assert len(set(names)) == 2
+
+
 def nothing_held(store: CaptureStore) -> bool:
     found = store.stats()
     return (found["buffers"], found["nbytes"], found["mapped"]) == (0, 0, 0)

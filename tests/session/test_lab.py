@@ -21,9 +21,10 @@ import pytest
 import torch
 
 from chatspace_lab import AddSpec, ChatResponse, LabSession, SteeringSpec, VLLMSteerModel, Where
-from chatspace_lab.errors import PromptTooLongError, RequestError, SessionError, SteeringError
+from chatspace_lab.errors import LabError, PromptTooLongError, RequestError, SessionError, SteeringError
 from chatspace_lab.session import AsyncLab
 from chatspace_lab.session.collect import AT_ONCE
+from tests import tiny
 from tests.conftest import wait_until
 from tests.oracle import Oracle
 
@@ -170,6 +171,28 @@ def test_the_same_arguments_give_the_running_lab_and_others_say_so(lab: LabSessi
         LabSession(demo_model_path, max_model_len=512)
     assert LabSession.running() == [lab]
     assert lab.generate("One", **GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        ("./no-folder", {}, "there is no such folder"),
+        (None, {"max_model_length": 64}, "did you mean max_model_len"),
+        (None, {"max_model_len": 10**6}, "max_model_len"),
+        (None, {"bootstrap_layers": [99]}, "layer 99 does not exist"),
+        ("bloom", {}, "BloomForCausalLM: vLLM computes its GELU exactly"),
+        (3, {}, "expected a model's name or folder"),
+    ],
+)
+def test_a_lab_goes_on_when_its_successor_cannot_be_started(
+    lab: LabSession, tmp_path: Path, model: Any, options: dict[str, Any], words: str
+) -> None:
+    if model == "bloom":
+        model = tiny.build("bloom", tmp_path)
+    with pytest.raises(LabError, match=words):
+        LabSession(model, replace=True, **options)
+    assert LabSession.running() == [lab]
+    assert lab.is_alive
 
 
 def test_the_card_shows_model_steering_and_dose_and_the_repr_too(lab: LabSession, v: torch.Tensor) -> None:
