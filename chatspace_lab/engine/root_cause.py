@@ -20,6 +20,10 @@ FORMAT = f"{RECORD}%(process)d{FIELD}%(message)s"
 TRACEBACK = "Traceback (most recent call last):"
 OPAQUE = ("root cause", "stack trace", "check the logs")
 """Words by which vLLM says that somebody else said it."""
+SILENT = (
+    "one of its processes ended without saying why. Mostly the system has killed it because memory ran out: choose a "
+    "smaller model or dtype, or less KV cache (kv_cache_memory_bytes). The system's log (dmesg) says whether it was so"
+)
 HARMLESS = ("Failed to load plugin",)
 """How records begin whose failure ends no engine."""
 LONGEST = 400
@@ -145,7 +149,11 @@ def sentence(error: BaseException | str) -> str:
 def start_error(error: Exception, log: CauseLog) -> errors.EngineStartError:
     """Return why an engine did not start, with what to do if that is known; its cause is set."""
     cause = log.read()
-    if cause is None or not any(words in str(error) for words in OPAQUE):
+    opaque = any(words in str(error) for words in OPAQUE)
+    if cause is None and opaque:
+        found = errors.EngineStartError(f"the engine did not start: {SILENT}")
+        found.__cause__ = error
+    elif cause is None or not opaque:
         found = errors.EngineStartError(f"the engine did not start: {advised(sentence(error))}")
         found.__cause__ = error
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from pathlib import Path
 from types import TracebackType
@@ -118,8 +119,7 @@ def _download(name: str, show: Any) -> None:
 def files_of(model: Any) -> dict[str, tuple[int, int]]:
     """Return size and time of each file that an engine reads from a model's folder; nothing for a model of the hub."""
     name = getattr(model, "model_name", model)
-    folder = None if name is None else Path(name).expanduser()
-    if folder is None or not folder.is_dir():
+    if not isinstance(name, str | os.PathLike) or not (folder := Path(name).expanduser()).is_dir():
         return {}
     found = [file for pattern in (*PATTERNS, *WEIGHTS) for file in sorted(folder.glob(pattern))]
     return {file.name: (file.stat().st_size, file.stat().st_mtime_ns) for file in found}

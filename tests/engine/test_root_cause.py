@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from chatspace_lab.engine.root_cause import CONFIG_PATH, FIELD, RECORD, CauseLog, advised, find, sentence
+from chatspace_lab.engine.root_cause import CONFIG_PATH, FIELD, RECORD, CauseLog, advised, find, sentence, start_error
 
 WORKER = """WorkerProc failed to start.
 Traceback (most recent call last):
@@ -78,6 +78,14 @@ def test_the_first_that_says_what_it_is(records: tuple[str, ...], said: str) -> 
 def test_nothing_is_known() -> None:
     assert find("") is None
     assert find(log(ENGINE)) is None
+
+
+def test_a_process_that_was_killed_says_nothing() -> None:
+    said = "Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore_DP0': -9}"
+    told = CauseLog()
+    assert "memory ran out" in str(start_error(RuntimeError(said), told))
+    assert str(start_error(RuntimeError("no such model"), told)) == "the engine did not start: no such model"
+    told.close()
 
 
 def test_a_missing_package_is_told_with_what_to_do() -> None:
