@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from chatspace_lab import AblationSpec, AddSpec, LayerSteeringSpec, ProjectionCapSpec, SteeringSpec, VLLMSteerModel
-from chatspace_lab.engine.root_cause import sentence
+from chatspace_lab.engine.root_cause import OPAQUE, sentence
 from chatspace_lab.errors import EngineStartError, LabError, UnsupportedError
 from tests import tiny
 from tests.oracle import Oracle, error
@@ -239,7 +239,8 @@ def examine(name: str, laboratory: Laboratory, timeout_s: float) -> Result:
             reason = plain.run(_try_plain, folder)
             plain.close()
             if reason:  # it is not us
-                result.verdict, result.reason = "not buildable", reason
+                opaque = any(words in reason for words in OPAQUE)  # then ours says more
+                result.verdict, result.reason = "not buildable", result.reason if opaque else reason
         return result
 
 

@@ -259,6 +259,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 2,
             "shared_intermediate_size": 64,
             "residual_multiplier": 0.5,
+            "attention_multiplier": 0.2,
         },
     ),
     "ernie4.5-moe": (
@@ -462,6 +463,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
             "shared_intermediate_size": 64,
+            "attention_multiplier": 0.2,
             "position_embedding_type": "rope",
         },
     ),
