@@ -18,7 +18,7 @@ from chatspace_lab.errors import (
     MessageLocationError,
     RequestError,
 )
-from chatspace_lab.readings import POOLS, Readings
+from chatspace_lab.readings import POOLS, TYPICAL, Readings
 from chatspace_lab.spans import below
 from chatspace_lab.steering.directions import DirectionSet
 from chatspace_lab.steering.specs import SteeringSpec
@@ -209,8 +209,16 @@ class CaptureHandle:
         values = (await self._source.reduce([self], chosen, "read", laid.units))[0]
         return self.label(values, laid)
 
-    async def pool(self, how: str = "mean", *, layers: Sequence[int] | None = None) -> torch.Tensor:
+    async def pool(self, how: str = "mean", *, layers: Sequence[int] | None = None, sinks: bool = True) -> torch.Tensor:
         """Return one row per layer, ``[layers, hidden_size]`` float32: the ``"mean"`` over rows, or the ``"last"`` row.
+
+        Parameters
+        ----------
+        layers
+            Of the captured ones; None is all.
+        sinks
+            Whether attention sinks (:mod:`chatspace_lab.readings`) count in a mean. They are up to a hundred times
+            longer than all other rows: a mean with one is a mean of that one.
 
         Raises
         ------
@@ -218,8 +226,28 @@ class CaptureHandle:
         """
         if how not in POOLS:
             raise RequestError(f"pool: one of {', '.join(POOLS)}, got {how!r}")
+        if how == "mean" and not sinks:
+            return (await self.pool_typical(layers=layers))[0]
         chosen = self.check_layers(layers)
         return torch.from_numpy((await self._source.reduce([self], chosen, how, NO_UNITS))[0])
+
+    async def pool_typical(self, *, layers: Sequence[int] | None = None) -> tuple[torch.Tensor, np.ndarray]:
+        """Return the mean over the rows that are no attention sinks, and the norm of every row.
+
+        Returns
+        -------
+        means : torch.Tensor
+            ``[layers, hidden_size]`` float32.
+        norms : numpy.ndarray
+            ``[layers, rows]`` float32; :func:`chatspace_lab.readings.sinks` of it says which rows were left out.
+
+        Raises
+        ------
+        CaptureError, CaptureClosedError
+        """
+        chosen = self.check_layers(layers)
+        values = (await self._source.reduce([self], chosen, TYPICAL, NO_UNITS))[0]
+        return torch.from_numpy(values[:, : self._hidden_size].copy()), values[:, self._hidden_size :]
 
     def check_layers(self, layers: Sequence[int] | None) -> tuple[int, ...]:
         """Return the layers to read, as Python's own numbers; None is all captured ones.

@@ -86,17 +86,18 @@ async def contrast(model: VLLMSteerModel, positive: Sequence[str], negative: Seq
     Returns
     -------
     torch.Tensor
-        ``[hidden_size]``, float32. The first token of each text is left out: it collects attention, and its activation
-        is many times longer than any other.
+        ``[hidden_size]``, float32. The first token of each text is left out, and every other attention sink
+        (:mod:`chatspace_lab.readings`): their activations are many times longer than any other.
     """
     import torch
 
     from chatspace_lab import SteeringSpec
+    from chatspace_lab.readings import ordinary
 
     texts, plain = [*positive, *negative], SteeringSpec.none()
     _, handles = await model.generate(texts, temperature=0.0, max_tokens=1, steering=plain, capture_layers=[layer])
     await model.fetch_captures_batch(handles)
-    rows = [handle.hidden(layer)[1:].float() for handle in handles]
+    rows = [ordinary(handle.hidden(layer)[1:].float()) for handle in handles]
     for handle in handles:
         handle.close()
     split = len(positive)
@@ -104,11 +105,13 @@ async def contrast(model: VLLMSteerModel, positive: Sequence[str], negative: Seq
 
 
 def _norms(handle: CaptureHandle, layers: Sequence[int]) -> str:
-    """Return a table: a line per message and one for the answer, a column per layer."""
+    """Return a table: a line per message and one for the answer, a column per layer; attention sinks left out."""
+    from chatspace_lab.readings import ordinary
+
     lines = [f"  {'message':<10}{'tokens':>7}" + "".join(f"{f'layer {layer}':>11}" for layer in layers)]
 
     def line(name: str, rows: list[torch.Tensor]) -> None:
-        means = [row.float().norm(dim=-1).mean().item() for row in rows if len(row)]
+        means = [ordinary(row).double().norm(dim=-1).mean().item() for row in rows if len(row)]
         norms = "".join(f"{mean:11.1f}" for mean in means) or "          –" * len(rows)
         lines.append(f"  {name:<10}{len(rows[0]):>7}{norms}")
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from chatspace_lab.analysis.figures.sweep import dose_response
     from chatspace_lab.analysis.figures.tokens import projection_lines
     from chatspace_lab.analysis.fit import difference_of_means, logistic_probe, pca_of_differences
-    from chatspace_lab.analysis.frames import directions_of, layer_frame, readings_frame, token_frame
+    from chatspace_lab.analysis.frames import attention_sinks, directions_of, layer_frame, readings_frame, token_frame
     from chatspace_lab.analysis.messages import (
         cosine_frame,
         message_cosines,
@@ -47,6 +47,7 @@ _HOME = {
     "Direction": "direction",
     "LayerChoice": "direction",
     "SteeringChoice": "direction",
+    "attention_sinks": "frames",
     "cosine_frame": "messages",
     "cosine_matrix": "figures.heatmaps",
     "difference_of_means": "fit",
@@ -88,6 +89,7 @@ __all__ = [
     "Direction",
     "LayerChoice",
     "SteeringChoice",
+    "attention_sinks",
     "cosine_frame",
     "cosine_matrix",
     "difference_of_means",

@@ -1,7 +1,10 @@
 """Relative dose: how long an added vector is, beside the activations that it is added to.
 
-Dose 1 is the mean norm of the residual stream itself at that layer on that prompt, the first token left out: most
-models give that one an activation many times larger than all others. Measure it on an unsteered run.
+Dose 1 is the mean norm of the residual stream itself at that layer on that prompt. Attention sinks are left out: the
+token at position 0, and every other token whose norm is more than three times the lower quartile at that layer. Their
+activations are many times longer than all others (:func:`attention_sinks` lists them). Measure it on an unsteered run.
+
+A dose counts per layer, and doses add up: dose 0.3 at each of four layers is about as much as dose 1.2 at one.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from typing import Any, TypeAlias
 
 import pandas as pd
 
-from chatspace_lab.analysis.frames import token_frame
+from chatspace_lab.analysis.frames import sinks_of, token_frame
 from chatspace_lab.analysis.rows import as_layers
 from chatspace_lab.capture import CaptureHandle
 from chatspace_lab.errors import AnalysisError
@@ -25,7 +28,7 @@ Norms: TypeAlias = CaptureHandle | pd.DataFrame | Mapping[int, float]
 
 
 def residual_norms(source: Norms) -> dict[int, float]:
-    """Return per layer the mean norm of the prompt's activations, the first token left out.
+    """Return per layer the mean norm of the prompt's activations, attention sinks left out.
 
     Parameters
     ----------
@@ -58,7 +61,8 @@ def _from_frame(frame: pd.DataFrame) -> dict[int, float]:
         return {int(layer): float(norm) for layer, norm in zip(pairs["layer"], pairs["residual_norm"], strict=True)}
     if frame["request"].nunique() > 1:
         raise AnalysisError("the frame holds several requests: choose the one whose prompt the dose is for")
-    chosen = frame[(frame["position"] > 0) & ~frame["generated"]]
+    prompt = frame[~frame["generated"]]
+    chosen = prompt[~sinks_of(prompt)]
     if chosen.empty:
         raise AnalysisError("no prompt token but the first was read, so the residual norm of this prompt is not known")
     means = chosen.astype({"norm": "float64"}).groupby("layer")["norm"].mean()

@@ -21,7 +21,8 @@ generated
 norm
     L2 norm of the activation x, in units of the residual stream.
 projection_NAME, cosine_NAME
-    For each direction with unit vector u: x·u in the same units, and x·u / |x|. Missing cosine where x is zero.
+    For each direction with unit vector u: x·u in the same units, and x·u / |x|. Missing cosine where x is zero, or a
+    number is beyond float32.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from chatspace_lab.analysis.tokens import token_texts
 from chatspace_lab.capture import CaptureHandle
 from chatspace_lab.chat import MessageBoundary
 from chatspace_lab.errors import AnalysisError, MessageLocationError
-from chatspace_lab.readings import Readings, read_rows
+from chatspace_lab.readings import Readings, cosines, read_rows, sinks
 from chatspace_lab.steering.directions import DirectionSet
 
 Locations = Sequence[MessageBoundary | MessageLocationError] | None
@@ -113,11 +114,10 @@ def readings_frame(
             "norm": values[..., 0].reshape(-1),
         }
     )
-    norm = np.where(values[..., 0] > 0, values[..., 0], np.nan)
     for index, name in enumerate(readings.directions):
         projection = values[..., 1 + index]
         frame[f"projection_{name}"] = projection.reshape(-1)
-        frame[f"cosine_{name}"] = (projection / norm).reshape(-1)
+        frame[f"cosine_{name}"] = cosines(projection, values[..., 0]).reshape(-1)
     return frame
 
 
@@ -188,6 +188,41 @@ def handle_readings(
     )
 
 
+def sinks_of(tokens: pd.DataFrame) -> np.ndarray:
+    """Return which rows of a token frame are attention sinks, or stand at position 0, ``[rows]`` bool.
+
+    Per request and layer, among all tokens of the frame but the one at position 0; the rule is that of
+    :mod:`chatspace_lab.readings`.
+    """
+    found = (tokens["position"] == 0).to_numpy(copy=True)
+    groups = tokens[~found].groupby(["request", "layer"], sort=False)["norm"]
+    found[~found] = groups.transform(lambda norm: sinks(norm.to_numpy())).to_numpy(dtype=bool)
+    return found
+
+
+def attention_sinks(source: CaptureHandle | pd.DataFrame, tokenizer: Any = None) -> pd.DataFrame:
+    """Return the tokens that means and doses leave out: the rows of a token frame that are attention sinks.
+
+    Parameters
+    ----------
+    source
+        A token frame, or a fetched handle.
+    tokenizer
+        For a handle: a Hugging Face tokenizer, for the text of the tokens.
+
+    Returns
+    -------
+    pandas.DataFrame
+        Those rows, with a column ``times``: the norm relative to the mean norm of the tokens that are kept, of the same
+        request and layer (missing where none is).
+    """
+    tokens = token_frame(source, tokenizer) if isinstance(source, CaptureHandle) else source
+    marked = sinks_of(tokens)
+    kept = tokens[~marked].astype({"norm": "float64"}).groupby(["request", "layer"])["norm"].mean().rename("kept")
+    found = tokens[marked].join(kept, on=["request", "layer"])
+    return found.assign(times=found["norm"] / found["kept"]).drop(columns="kept")
+
+
 def layer_frame(
     tokens: pd.DataFrame, by: Sequence[str] = ("request",), *, first_token: bool = False, generated: bool | None = None
 ) -> pd.DataFrame:
@@ -200,7 +235,8 @@ def layer_frame(
     by
         Columns to keep apart, besides the layer: ``("request",)``, ``("role",)``, ``("request", "role")``, …
     first_token
-        Whether the token at position 0 counts. Most models give it an activation many times larger than the others.
+        Whether attention sinks count: the token at position 0, and what else :func:`attention_sinks` lists. Their
+        activations are many times longer than all others, and would be all that a mean shows.
     generated
         True for generated tokens only, False for the prompt only, None for both.
 
@@ -215,14 +251,16 @@ def layer_frame(
     AnalysisError
         If no token is left.
     """
-    need(tokens, [*by, "layer", "position", "generated", "norm"], "layer_frame")
-    chosen = tokens if first_token else tokens[tokens["position"] > 0]
+    need(tokens, [*by, "request", "layer", "position", "generated", "norm"], "layer_frame")
+    chosen = tokens if first_token else tokens[~sinks_of(tokens)]
     if generated is not None:
         chosen = chosen[chosen["generated"] == generated]
     if chosen.empty:
         raise AnalysisError("no token is left to average: the frame has none of those asked for")
     names = directions_of(tokens)
-    means = {column: (column, "mean") for name in names for column in (f"projection_{name}", f"cosine_{name}")}
+    columns = [column for name in names for column in (f"projection_{name}", f"cosine_{name}")]
+    means = {column: (column, "mean") for column in columns}
+    chosen = chosen.astype(dict.fromkeys(["norm", *columns], "float64"))  # squares of large float32 would overflow
     grouped = chosen.groupby([*by, "layer"], sort=False, dropna=False)
     return grouped.agg(
         tokens=("norm", "size"), norm=("norm", "mean"), norm_std=("norm", lambda norm: norm.std(ddof=0)), **means

@@ -15,6 +15,7 @@ from chatspace_lab.analysis.inputs import as_handle, as_handles, need
 from chatspace_lab.analysis.rows import as_numbers, chosen_layers, token_rows
 from chatspace_lab.capture import CaptureHandle
 from chatspace_lab.errors import AnalysisError, MessageLocationError
+from chatspace_lab.readings import sinks
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,9 @@ def message_frame(
 ) -> pd.DataFrame:
     """Return a row per request, layer and message of a chat, and one for the answer if any of it was computed.
 
+    Attention sinks count in no mean: rows whose norm is more than three times the lower quartile of the request's rows
+    at that layer. A message of nothing else is the mean of those.
+
     Parameters
     ----------
     handles
@@ -49,10 +53,10 @@ def message_frame(
     -------
     pandas.DataFrame
         ``request``, ``prompt_index``, ``sample_index``, ``layer``, ``message`` (index, missing for the answer),
-        ``role``, ``label`` (``"1 user"``), ``tokens``, ``norm`` (mean of the tokens' norms), ``norm_of_mean`` (norm of
-        the mean activation), per direction ``projection_NAME`` (mean, which is the mean activation's own) and
-        ``cosine_NAME`` (of the mean activation), and ``problem``: empty, or why the numbers are missing (the message
-        cannot be located, has no tokens, or was not captured whole).
+        ``role``, ``label`` (``"1 user"``), ``tokens``, ``left_out`` (how many of them are sinks), ``norm`` (mean of the
+        tokens' norms), ``norm_of_mean`` (norm of the mean activation), per direction ``projection_NAME`` (mean, which
+        is the mean activation's own) and ``cosine_NAME`` (of the mean activation), and ``problem``: empty, or why the
+        numbers are missing (the message cannot be located, has no tokens, or was not captured whole).
 
     Raises
     ------
@@ -65,12 +69,14 @@ def message_frame(
         parts = _parts(handle)
         for index, layer in enumerate(readings.layers):
             hidden = handle.hidden(layer)
+            marked = sinks(readings.norm[index])
             for part in parts:
-                record = _identity(handle, layer, part)
-                values = readings.values[index, part.rows].astype(np.float64)
-                found = len(part.rows) > 0
+                rows = _kept(part, marked)
+                record = {**_identity(handle, layer, part), "left_out": len(part.rows) - len(rows)}
+                values = readings.values[index, rows].astype(np.float64)
+                found = len(rows) > 0
                 record["norm"] = values[:, 0].mean() if found else np.nan
-                mean = float(hidden[part.rows].double().mean(dim=0).norm()) if found else np.nan
+                mean = float(hidden[rows].double().mean(dim=0).norm()) if found else np.nan
                 record["norm_of_mean"] = mean
                 for at, name in enumerate(readings.directions):
                     projection = values[:, 1 + at].mean() if found else np.nan
@@ -83,7 +89,8 @@ def message_frame(
 def message_summary(tokens: pd.DataFrame) -> pd.DataFrame:
     """Return means per message of a token frame, when the activations themselves are not at hand.
 
-    Columns as in :func:`message_frame`, but for ``norm_of_mean``, which norms and projections of tokens do not tell;
+    Attention sinks are left out, as there. Columns as in :func:`message_frame`, but for ``left_out``, and for
+    ``norm_of_mean``, which norms and projections of tokens do not tell;
     and ``cosine_NAME`` is the mean of the tokens' cosines. Messages without a row in ``tokens`` have none here.
 
     Raises
@@ -92,7 +99,7 @@ def message_summary(tokens: pd.DataFrame) -> pd.DataFrame:
         If ``tokens`` is no token frame, or has no rows.
     """
     need(tokens, ["request", "layer", "message", "role", "generated", "norm"], "message_summary")
-    chosen = tokens[tokens["message"].notna() | tokens["generated"]]
+    chosen = tokens[(tokens["message"].notna() | tokens["generated"]) & ~_sinks_among(tokens)]
     keys = ["request", "prompt_index", "sample_index", "layer", "message", "role"]
     columns = [column for name in directions_of(tokens) for column in (f"projection_{name}", f"cosine_{name}")]
     grouped = chosen.groupby(keys, sort=False, dropna=False)
@@ -111,22 +118,22 @@ def message_summary(tokens: pd.DataFrame) -> pd.DataFrame:
 def message_means(handle: CaptureHandle, layer: int) -> dict[str, np.ndarray]:
     """Return the mean activation of each message, and of the answer, by label; ``[hidden_size]`` float32.
 
+    Attention sinks are left out, as in :func:`message_frame`.
     Messages that cannot be located, are empty or were not captured whole are left out; :func:`message_frame` says why.
     """
     handle = as_handle(handle, "message_means")
     chosen_layers(handle, layer)
-    hidden = handle.hidden(layer)
-    return {
-        part.label: hidden[part.rows].double().mean(dim=0).float().numpy()
-        for part in _parts(handle)
-        if not part.problem
-    }
+    parts = _parts(handle)
+    means = zip(parts, _means(handle, layer, parts), strict=True)
+    return {part.label: mean.astype(np.float32) for part, mean in means if mean is not None}
 
 
 def message_cosines(
     handles: CaptureHandle | Sequence[CaptureHandle], layers: Sequence[int] | int | None = None
 ) -> pd.DataFrame:
     """Return the cosine between the mean activations of each two messages of a request, per layer.
+
+    Attention sinks are left out of the means, as in :func:`message_frame`.
 
     Returns
     -------
@@ -144,8 +151,7 @@ def message_cosines(
     for handle in as_handles(handles, "message_cosines"):
         parts = _parts(handle)
         for layer in chosen_layers(handle, layers):
-            hidden = handle.hidden(layer)
-            means = [None if part.problem else hidden[part.rows].double().mean(dim=0).numpy() for part in parts]
+            means = _means(handle, layer, parts)
             for (first, left), (second, right) in product(zip(parts, means, strict=True), repeat=2):
                 problem = first.problem or second.problem
                 cosine = np.nan if left is None or right is None else _cosine(left, right)
@@ -175,8 +181,32 @@ def cosine_frame(vectors: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def _cosine(left: np.ndarray, right: np.ndarray) -> float:
-    length = float(np.linalg.norm(left) * np.linalg.norm(right))
-    return float(left @ right) / length if length else float("nan")
+    sizes = [float(np.abs(each).max(initial=0.0)) for each in (left, right)]
+    if not all(0 < size < np.inf for size in sizes):  # NaN too
+        return float("nan")
+    one, other = left / sizes[0], right / sizes[1]  # so that no square overflows or vanishes
+    return float(one @ other / (np.linalg.norm(one) * np.linalg.norm(other)))
+
+
+def _kept(part: _Part, marked: np.ndarray) -> np.ndarray:
+    """Return the rows of a part that are no attention sinks; all of them where it has no others."""
+    kept = part.rows[~marked[part.rows]]
+    return kept if len(kept) else part.rows
+
+
+def _means(handle: CaptureHandle, layer: int, parts: Sequence[_Part]) -> list[np.ndarray | None]:
+    """Return the mean activation of each part, ``[hidden_size]`` float64; None where there is a problem."""
+    hidden = handle.hidden(layer)
+    marked = sinks(handle_readings(handle, None, layer).norm[0])
+    return [None if part.problem else hidden[_kept(part, marked)].double().mean(dim=0).numpy() for part in parts]
+
+
+def _sinks_among(tokens: pd.DataFrame) -> np.ndarray:
+    """Return which rows are attention sinks, but for messages that have no other tokens."""
+    by = tokens.groupby(["request", "layer"], sort=False)["norm"]
+    marked = by.transform(lambda norm: sinks(norm.to_numpy())).astype(bool)
+    parts = [tokens[key] for key in ("request", "layer", "message", "role")]
+    return (marked & ~marked.groupby(parts, dropna=False).transform("all")).to_numpy()
 
 
 def _parts(handle: CaptureHandle) -> list[_Part]:

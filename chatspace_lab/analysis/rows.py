@@ -12,6 +12,7 @@ import torch
 from chatspace_lab.analysis.inputs import as_handle
 from chatspace_lab.capture import CaptureHandle
 from chatspace_lab.errors import AnalysisError
+from chatspace_lab.readings import ordinary
 from chatspace_lab.steering.vectors import as_index, as_list
 
 CHOICES = ("last", "prompt", "answer", "all")
@@ -70,8 +71,8 @@ def token_rows(handle: CaptureHandle, tokens: str | int) -> np.ndarray:
     handle
         Any handle of a request that has ended.
     tokens
-        ``"last"``: the last token of the prompt. ``"prompt"``: all of the prompt, its first token left out, since that
-        one's activation is large in most models and says nothing. ``"answer"``: generated tokens. ``"all"``: every row.
+        ``"last"``: the last token of the prompt. ``"prompt"``: all of the prompt but position 0, which is an attention
+        sink in most models. ``"answer"``: generated tokens. ``"all"``: every row.
         An int: the tokens of that message's own content; negative ones count from the end.
 
     Returns
@@ -114,7 +115,10 @@ def token_rows(handle: CaptureHandle, tokens: str | int) -> np.ndarray:
 
 
 def mean_activation(handle: CaptureHandle, layer: int, tokens: str | int = "answer") -> np.ndarray:
-    """Return the mean of some rows, ``[hidden_size]`` float32, summed in float64.
+    """Return the mean of some rows, ``[hidden_size]`` float32, summed in float64; attention sinks are left out.
+
+    A sink is a row whose norm is more than three times the lower quartile of the chosen rows
+    (:mod:`chatspace_lab.readings`).
 
     Parameters
     ----------
@@ -132,4 +136,4 @@ def mean_activation(handle: CaptureHandle, layer: int, tokens: str | int = "answ
     """
     handle = as_handle(handle, "mean_activation")
     rows = token_rows(handle, tokens)
-    return handle.hidden(layer)[rows].double().mean(dim=0).float().numpy()
+    return ordinary(handle.hidden(layer)[rows]).double().mean(dim=0).float().numpy()

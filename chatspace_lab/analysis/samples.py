@@ -108,9 +108,10 @@ def _arrays(side: Samples, name: str, tokens: str | int, layers: Sequence[int] |
             raise AnalysisError(
                 f"{name}, layer {layer}: expected numbers of shape [samples, hidden_size], got {list(values.shape)}"
             )
-        bad = np.flatnonzero(~np.isfinite(values).all(axis=1))
+        bad = np.flatnonzero(~(np.abs(values) <= np.finfo(np.float32).max).all(axis=1))  # their squares overflow
         if len(bad):
-            raise AnalysisError(f"{name}, layer {layer}: samples {bad.tolist()[:8]} hold NaN or infinite entries")
+            said = "NaN, infinite entries, or numbers beyond float32"
+            raise AnalysisError(f"{name}, layer {layer}: samples {bad.tolist()[:8]} hold {said}")
         found[int(layer)] = values
     if not found:
         raise AnalysisError(f"{name} is empty: give a dict of layer to samples, or fetched handles")

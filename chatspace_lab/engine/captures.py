@@ -142,7 +142,7 @@ class CaptureBroker:
         layers
             Of the captured ones.
         how
-            ``"read"``, ``"mean"`` or ``"last"`` (:mod:`chatspace_lab.readings`).
+            ``"read"``, ``"mean"``, ``"last"`` or ``"typical"`` (:mod:`chatspace_lab.readings`).
         units
             ``[layers or 1, directions, hidden_size]`` float32; used by ``"read"``.
         first

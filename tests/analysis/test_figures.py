@@ -121,7 +121,7 @@ def axes(figure: go.Figure) -> set[str]:
         (
             "projection_lines",
             "projection on formal &lt;b&gt; per token, layer 4",
-            {"token (by position, the first left out)", "projection on formal &lt;b&gt; (residual units)"},
+            {"token (by position, attention sinks left out)", "projection on formal &lt;b&gt; (residual units)"},
         ),
         ("message_norm_bars", "mean norm per message", {"message (index and role)", "mean norm (residual units)"}),
         ("layer_profile", "mean norm per layer", {"layer (output of block)", "mean norm (residual units)"}),
@@ -267,7 +267,7 @@ def test_projection_lines() -> None:
     assert whole.data[0].name == "run"
     with pytest.raises(AnalysisError, match=r"no token of layer 2 to draw; the frame has layers \[1, 4\]"):
         projection_lines(frame(), layer=2)
-    with pytest.raises(AnalysisError, match="the token at position 0 is drawn with first_token=True"):
+    with pytest.raises(AnalysisError, match="attention sinks, as at position 0, are drawn with first_token=True"):
         projection_lines(frame()[lambda each: each["position"] == 0], layer=4)
     with pytest.raises(AnalysisError, match="name one of the frame's directions"):
         projection_lines(frame(), layer=4, direction="other")

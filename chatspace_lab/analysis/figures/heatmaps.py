@@ -17,6 +17,7 @@ from chatspace_lab.analysis.figures.style import (
     shown_token,
     ticks,
 )
+from chatspace_lab.analysis.frames import sinks_of
 from chatspace_lab.analysis.inputs import need
 
 
@@ -30,15 +31,15 @@ def token_heatmap(tokens: pd.DataFrame, value: str = "norm", *, share: float = 0
     value
         ``"norm"``, ``"projection_NAME"`` or ``"cosine_NAME"``.
     share
-        Share of the cells within the range of colours, so that a few large ones (a first token's norm) do not make all
-        others look alike. The colour bar says where it ends; hovering shows every number.
+        Share of the cells within the range of colours, attention sinks not counted, so that a few large ones do not
+        make all others look alike. The colour bar says where it ends; hovering shows every number.
 
     Raises
     ------
     AnalysisError
         If the column is missing, or the frame holds several requests.
     """
-    need(tokens, ["request", "layer", "position", "token_id", "token", "role", value], "token_heatmap")
+    need(tokens, ["request", "layer", "position", "token_id", "token", "role", "norm", value], "token_heatmap")
     one(tokens, "request", "token_heatmap")
     grid = tokens.pivot(index="layer", columns="position", values=value).sort_index()
     labels = tokens.drop_duplicates("position").set_index("position").loc[grid.columns]
@@ -48,7 +49,9 @@ def token_heatmap(tokens: pd.DataFrame, value: str = "norm", *, share: float = 0
     cells = grid.to_numpy(dtype=float)
     signed = value != "norm"
     sizes = np.abs(cells[np.isfinite(cells)])  # there may be none: cosines of rows that are zero
-    limit = (float(np.quantile(sizes, share)) if sizes.size else 0.0) or 1.0
+    usual = np.abs(tokens[~sinks_of(tokens)][value].to_numpy(dtype=float))
+    usual = usual[np.isfinite(usual)] if np.isfinite(usual).any() else sizes
+    limit = (float(np.quantile(usual, share)) if usual.size else 0.0) or 1.0
     beyond = bool((sizes > limit).any())
     name, unit = name_of(value)
     bar = f"{escape(name)}<br>({escape(unit)})" + (f"<br>colour ends<br>at {limit:.3g}" if beyond else "")

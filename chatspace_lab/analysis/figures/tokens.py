@@ -18,7 +18,7 @@ from chatspace_lab.analysis.figures.style import (
     shown_token,
     ticks,
 )
-from chatspace_lab.analysis.frames import directions_of
+from chatspace_lab.analysis.frames import directions_of, sinks_of
 from chatspace_lab.analysis.inputs import need
 from chatspace_lab.errors import AnalysisError
 
@@ -47,7 +47,8 @@ def projection_lines(
     value
         Another column in place of the projection: ``"cosine_NAME"`` or ``"norm"``.
     first_token
-        Whether to draw the token at position 0, whose activation in most models dwarfs all others. The axis says so.
+        Whether to draw attention sinks: the token at position 0 and the others of :func:`attention_sinks`, whose
+        activations dwarf all others. The axis says so.
 
     Raises
     ------
@@ -65,10 +66,11 @@ def projection_lines(
             continue
         need(run, [column], "projection_lines")
         one(run, "request", f"projection_lines ({name})")
-        chosen = run[(run["layer"] == layer) & (first_token | (run["position"] > 0))].sort_values("position")
+        here = run[run["layer"] == layer]
+        chosen = (here if first_token else here[~sinks_of(here)]).sort_values("position")
         if chosen.empty:
             layers = sorted(int(at) for at in run["layer"].unique())
-            left_out = "" if first_token else "; the token at position 0 is drawn with first_token=True"
+            left_out = "" if first_token else "; attention sinks, as at position 0, are drawn with first_token=True"
             raise AnalysisError(f"{name}: no token of layer {layer} to draw; the frame has layers {layers}{left_out}")
         figure.add_scatter(
             x=chosen["position"],
@@ -85,7 +87,10 @@ def projection_lines(
         wide = end - start + 1 >= len(chosen) / 25  # a name on a narrower band would run into the next one
         label = {"annotation_text": escape(role), "annotation_position": "top left"} if wide else {}
         figure.add_vrect(start - 0.5, end + 0.5, fillcolor=BAND[index % 2], line_width=0, layer="below", **label)
-    said, where = axis_name(column), "token (by position)" if first_token else "token (by position, the first left out)"
+    said, where = (
+        axis_name(column),
+        "token (by position)" if first_token else "token (by position, attention sinks left out)",
+    )
     finish(figure, f"{said.split(' (')[0]} per token, layer {layer}", where, said)
     figure.update_xaxes(**ticks([int(at) for at in chosen["position"]], _texts(chosen)), showgrid=False)
     figure.update_yaxes(zeroline=True)
