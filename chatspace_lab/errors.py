@@ -125,6 +125,10 @@ class WorkerTracebackError(Exception):
         return f"\n--- in the worker ---\n{self.args[0].rstrip()}\n---------------------"
 
 
+class HighDoseWarning(UserWarning):
+    """A vector is added at a dose from which on most answers fall apart."""
+
+
 class UncomparedWarning(UserWarning):
     """The model is of a kind that was never compared with Hugging Face; says which, and how to compare it."""
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         residual_norms,
         scale_for_dose,
         steering_frame,
+        sweep_cells,
     )
     from chatspace_lab.analysis.figures.directions import direction_quality
     from chatspace_lab.analysis.figures.export import save_figure
@@ -78,6 +79,7 @@ _HOME = {
     "save_figure": "figures.export",
     "scale_for_dose": "dose",
     "steering_frame": "dose",
+    "sweep_cells": "dose",
     "token_frame": "frames",
     "token_heatmap": "figures.heatmaps",
     "token_rows": "rows",
@@ -120,6 +122,7 @@ __all__ = [
     "save_figure",
     "scale_for_dose",
     "steering_frame",
+    "sweep_cells",
     "token_frame",
     "token_heatmap",
     "token_rows",

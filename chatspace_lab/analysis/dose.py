@@ -169,6 +169,29 @@ def steering_frame(spec: SteeringSpec, norms: Norms) -> pd.DataFrame:
     return frame.astype(dict.fromkeys(["scale", "min", "max", "vector_norm", "residual_norm", "dose"], "float64"))
 
 
+def sweep_cells(sweep: pd.DataFrame) -> pd.DataFrame:
+    """Return mean and spread over the prompts of each cell of a sweep.
+
+    Parameters
+    ----------
+    sweep
+        Of ``lab.sweep``, with one prompt or several.
+
+    Returns
+    -------
+    pandas.DataFrame
+        A row per layer and scale: ``layer``, ``scale``, ``dose``, ``prompts`` (how many), and for each of
+        ``projection``, ``relative``, ``perplexity``, ``repetition``, ``tokens`` and ``score`` that the sweep has, the
+        mean and, as ``NAME_std``, the standard deviation over the prompts (missing for one prompt). An answer without a
+        value does not count.
+    """
+    measured = ["projection", "relative", "perplexity", "repetition", "tokens", "score"]
+    values = {name: sweep[name].astype("float64") for name in measured if name in sweep}
+    grouped = sweep.assign(**values).groupby(["layer", "scale"], sort=False)
+    columns = {column: (name, how) for name in values for column, how in ((name, "mean"), (f"{name}_std", "std"))}
+    return grouped.agg(dose=("dose", "first"), prompts=("dose", "size"), **columns).reset_index()
+
+
 def level_of(dose: float) -> str:
     """Return ``""``, ``"high"`` (from 0.7) or ``"extreme"`` (from 1.5) for a dose of either sign."""
     return "extreme" if abs(dose) >= EXTREME else "high" if abs(dose) >= HIGH else ""

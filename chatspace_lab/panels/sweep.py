@@ -246,14 +246,14 @@ class SweepPanel(Panel):
         if plan["operation"] != "add":
             return lay_out(model, layers, vector, values, plan["operation"])
         cells = lay_out(model, layers, vector, None, "add", values)
-        return [cell.scaled(self._lab.aio.norms[cell.layer]) for cell in cells]
+        return [cell.scaled(cell.bound.value * self._lab.aio.norms[cell.layer]) for cell in cells]
 
     def _grid(self, messages: Any, sampling: dict[str, Any], plan: dict[str, Any], cells: Sequence[Cell]) -> Grid:
         lab = self._lab
         [prompt] = lab.model.prepare(messages, chat=True, **sampling)
         return Grid(
             lab.model,
-            prompt,
+            [prompt],
             cells,
             operation=plan["operation"],
             read_layer=plan["read_layer"],

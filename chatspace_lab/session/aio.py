@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from chatspace_lab.analysis.dose import scale_for_dose
+import torch
+
+from chatspace_lab.analysis.dose import EXTREME, dose_of_scale, scale_for_dose
 from chatspace_lab.chat import ChatResponse, check_conversation
 from chatspace_lab.engine.model import VLLMSteerModel
-from chatspace_lab.errors import RequestError, SessionError
+from chatspace_lab.engine.requests import Prompt
+from chatspace_lab.errors import HighDoseWarning, RequestError, SessionError, SteeringError
 from chatspace_lab.session import store
 from chatspace_lab.session.build import build
 from chatspace_lab.session.collect import Collection, asked, one_sample
 from chatspace_lab.session.history import History
-from chatspace_lab.session.job import CURRENT
+from chatspace_lab.session.in_force import Names, SteeringInForce
+from chatspace_lab.session.job import CURRENT, tell
+from chatspace_lab.session.measure import (
+    PLAIN_TEXTS,
+    STOCK,
+    Bound,
+    left_out_frame,
+    measure,
+    plain_projections,
+)
 from chatspace_lab.session.pooled import PooledActivations
 from chatspace_lab.session.sweep import Grid, as_layers, frame_of, lay_out, vector_at
 from chatspace_lab.steering.names import directions_named, spec_named, vector_named
 from chatspace_lab.steering.program import check_layer
 from chatspace_lab.steering.specs import AblationSpec, AddSpec, Operation, ProjectionCapSpec, SteeringSpec
+from chatspace_lab.steering.vectors import as_number
 from chatspace_lab.steering.where import Where
 
 if TYPE_CHECKING:
@@ -41,8 +54,13 @@ class AsyncLab:
         Every request since the lab was made.
     norms : dict of int to float
         Mean residual norm per layer on the prompt that was measured last (:meth:`measure`, :meth:`sweep`).
+    left_out : pandas.DataFrame
+        The tokens that those norms leave out as attention sinks: ``prompt_index``, ``layer``, ``position``,
+        ``token_id``, ``token``, ``norm`` and ``times`` (the norm over the mean of the others).
     measured_on : str or None
         That prompt.
+    names : Names
+        Finds the names of vectors.
     vectors : dict of str to vector
         Named vectors and directions. Wherever a vector is taken, its name in here will do: ``lab.steer(16, "joy")``,
         ``AddSpec("joy", 4.0)``, ``directions=["joy"]``.
@@ -50,8 +68,10 @@ class AsyncLab:
 
     def __init__(self, model: VLLMSteerModel) -> None:
         self.model = model
-        self.history = History()
+        self.names = Names(lambda: self.vectors, model.layer_count)
+        self.history = History(names=self.names.known)
         self.norms: dict[int, float] = {}
+        self.left_out: pd.DataFrame = left_out_frame([], None)
         self.measured_on: str | None = None
         model.observe(self.history)
 
@@ -76,7 +96,7 @@ class AsyncLab:
 
     async def steer(
         self, layers: int | Sequence[int], vector: Any, scale: float | None = None, *, dose: float | None = None
-    ) -> None:
+    ) -> SteeringInForce:
         """Add a vector at one or several layers from now on, in place of what was added there before.
 
         Parameters
@@ -90,50 +110,105 @@ class AsyncLab:
             Factor on the vector's own length; 1 if neither is given.
         dose
             In place of ``scale``: the added norm as a fraction of the mean residual norm at that layer, on the prompt
-            that was measured last.
+            that was measured last; on a stock text, which is measured then, if none was. It counts per layer, and adds
+            up: dose 0.3 at each of four layers is about as much as 1.2 at one.
+
+        Returns
+        -------
+        SteeringInForce
+            All steering of the session as it is now; its repr tells vectors by name, layers, scales and doses.
+
+        Warns
+        -----
+        HighDoseWarning
+            If the dose is known, and at least 1.5 at a layer or in all.
 
         Raises
         ------
-        SteeringError, RequestError, SessionError
+        SteeringError, RequestError
         """
         if scale is not None and dose is not None:
             raise RequestError("steer: give scale or dose, not both")
-        chosen = as_layers(layers, self.model.layer_count, "steer")
-        vector = vector_named(vector, self.vectors, "steer")
-        operations: dict[int, Operation] = {}
-        for layer in chosen:
-            here = vector_at(vector, layer, self.model.hidden_size, "steer")
-            if dose is None:
-                operations[layer] = AddSpec(here, 1.0 if scale is None else scale)
-            elif not self.norms:
-                raise SessionError(
-                    "steer: a dose needs the residual's norm: lab.measure(prompt) first, or give a scale"
-                )
-            else:
-                operations[layer] = AddSpec(here, scale_for_dose(dose, here, layer, self.norms))
-        await self._set(operations)
+        wanted = None if dose is None else as_number(dose, "steer: dose")
+        found = self._vectors_at(layers, vector, "steer")
+        for layer, here in found.items():
+            if wanted is not None and not here.any():
+                raise SteeringError(f"steer: the vector for layer {layer} is zero, no scale of it is a dose")
+        added = 1.0 if scale is None else scale
+        operations = {layer: AddSpec(here, added) for layer, here in found.items()}
+        if wanted is not None:
+            norms = await self._known_norms()
+            operations = {at: AddSpec(here, scale_for_dose(wanted, here, at, norms)) for at, here in found.items()}
+        in_force = await self._set(vector, operations)
+        self._warn_of("steer", {layer: operation for layer, operation in operations.items() if layer in self.norms})
+        return in_force
 
     async def cap(
         self,
         layers: int | Sequence[int],
         vector: Any,
-        min: float | None = None,  # noqa: A002
-        max: float | None = None,  # noqa: A002
-    ) -> None:
-        """Clamp the component along a vector to ``[min, max]`` at one or several layers from now on."""
-        chosen = as_layers(layers, self.model.layer_count, "cap")
-        await self._set({at: ProjectionCapSpec(self._vector(vector, at, "cap"), min, max) for at in chosen})
+        min: float | str | None = None,  # noqa: A002
+        max: float | str | None = None,  # noqa: A002
+        *,
+        min_dose: float | None = None,
+        max_dose: float | None = None,
+    ) -> SteeringInForce:
+        """Clamp the component along a vector to ``[min, max]`` at one or several layers from now on.
 
-    async def ablate(self, layers: int | Sequence[int], vector: Any, scale: float = 0.0) -> None:
-        """Multiply the component along a vector by ``scale`` at one or several layers from now on."""
-        chosen = as_layers(layers, self.model.layer_count, "ablate")
-        await self._set({at: AblationSpec(self._vector(vector, at, "ablate"), scale) for at in chosen})
+        Parameters
+        ----------
+        layers, vector
+            As for :meth:`steer`.
+        min, max
+            Bounds of x·u, u the vector at unit length: in units of the residual stream, or as a quantile of x·u on
+            plain text at that layer, ``"p90"`` for the 90th percentile. None is no bound.
+        min_dose, max_dose
+            In place of ``min`` and ``max``: bounds as fractions of the mean residual norm at that layer, as for
+            :meth:`steer`.
 
-    async def clear(self, layers: int | Sequence[int] | None = None) -> None:
-        """Remove all session-wide steering at some layers; at all with None."""
+        Returns
+        -------
+        SteeringInForce
+            All steering of the session as it is now.
+
+        Raises
+        ------
+        SteeringError, RequestError
+        """
+        bounds: dict[str, Bound] = {}
+        for name, plain, dose in (("min", min, min_dose), ("max", max, max_dose)):
+            if plain is not None and dose is not None:
+                raise RequestError(f"cap: give {name} or {name}_dose, not both")
+            if plain is not None:
+                bounds[name] = Bound.of(plain, f"cap: {name}")
+            if dose is not None:
+                bounds[name] = Bound.of(dose, f"cap: {name}_dose", "dose")
+        found = self._vectors_at(layers, vector, "cap")
+        for here in found.values():  # before anything is measured
+            ProjectionCapSpec(here, **dict.fromkeys(bounds, 0.0))
+        resolved = await self._resolve(found, list(bounds.values()))
+        operations: dict[int, Operation] = {
+            layer: ProjectionCapSpec(here, **{name: resolved[layer, bound] for name, bound in bounds.items()})
+            for layer, here in found.items()
+        }
+        return await self._set(vector, operations)
+
+    async def ablate(self, layers: int | Sequence[int], vector: Any, scale: float = 0.0) -> SteeringInForce:
+        """Multiply the component along a vector by ``scale`` at one or several layers from now on.
+
+        Returns
+        -------
+        SteeringInForce
+            All steering of the session as it is now.
+        """
+        found = self._vectors_at(layers, vector, "ablate")
+        return await self._set(vector, {layer: AblationSpec(here, scale) for layer, here in found.items()})
+
+    async def clear(self, layers: int | Sequence[int] | None = None) -> SteeringInForce:
+        """Remove all session-wide steering at some layers, at all with None; return what is left in force."""
         if layers is None:
             await self.model.clear_all_vectors()
-            return
+            return self.in_force()
         chosen = as_layers(layers, self.model.layer_count, "clear")
 
         def without(spec: SteeringSpec) -> SteeringSpec:
@@ -142,11 +217,20 @@ class AsyncLab:
             return spec
 
         await self.model.update_steering_spec(without)
+        return self.in_force()
 
-    def _vector(self, vector: Any, layer: int, what: str) -> Any:
-        return vector_at(vector_named(vector, self.vectors, what), layer, self.model.hidden_size, what)
+    def in_force(self) -> SteeringInForce:
+        """Return all session-wide steering; its repr tells vectors by name, layers, scales and doses."""
+        return SteeringInForce(
+            self.model.export_steering_spec(), self.names.known(), dict(self.norms), self.measured_on
+        )
 
-    async def _set(self, operations: Mapping[int, Operation]) -> None:
+    def _vectors_at(self, layers: Any, vector: Any, what: str) -> dict[int, torch.Tensor]:
+        chosen = as_layers(layers, self.model.layer_count, what)
+        named = vector_named(vector, self.vectors, what)
+        return {layer: vector_at(named, layer, self.model.hidden_size, what) for layer in chosen}
+
+    async def _set(self, vector: Any, operations: Mapping[int, Operation]) -> SteeringInForce:
         def update(spec: SteeringSpec) -> SteeringSpec:
             for layer, operation in operations.items():
                 here = spec.layers.get(layer)
@@ -155,6 +239,26 @@ class AsyncLab:
             return spec
 
         await self.model.update_steering_spec(update)
+        self.names.note(vector, operations)
+        return self.in_force()
+
+    def _warn_of(self, what: str, operations: Mapping[int, AddSpec]) -> None:
+        doses = {at: dose_of_scale(each.scale, each.vector, at, self.norms) for at, each in operations.items()}
+        most = max(doses, key=lambda layer: abs(doses[layer]), default=None)
+        if most is None or max(abs(doses[most]), abs(sum(doses.values()))) < EXTREME:
+            return
+        total = f"dose {sum(doses.values()):.3g} in all, over {len(doses)} layers," if len(doses) > 1 else ""
+        alone = f"dose {doses[most]:.3g} at layer {most}" if abs(doses[most]) >= EXTREME else ""
+        tell(HighDoseWarning(f"{what}: {alone or total} is extreme: from {EXTREME:g} on most answers fall apart"))
+
+    async def _resolve(self, vectors: Mapping[int, torch.Tensor], bounds: Sequence[Bound]) -> dict[Any, float]:
+        """Return bounds of caps in units of the residual stream, by (layer, bound)."""
+        kinds = {bound.kind for bound in bounds}
+        norms = await self._known_norms() if "dose" in kinds else {}
+        seen = await plain_projections(self.model, vectors) if "quantile" in kinds else {}
+        if "quantile" in kinds:
+            tell(f"quantiles are those of x·u on {STOCK}")
+        return {(layer, bound): bound.at(layer, norms, seen) for layer in vectors for bound in bounds}
 
     # -- asking ------------------------------------------------------------------------------------------------------
 
@@ -170,61 +274,77 @@ class AsyncLab:
         found: ChatResponse = answers[0]
         return found
 
-    async def measure(self, prompt: Any, *, chat_options: dict[str, Any] | None = None) -> pd.DataFrame:
+    async def measure(self, prompt: Any = None, *, chat_options: dict[str, Any] | None = None) -> pd.DataFrame:
         """Measure the residual stream's norm on a prompt, unsteered; doses are relative to it from now on.
+
+        Attention sinks are left out: the token at position 0, and every other one whose norm is more than three times
+        the lower quartile of the prompt's tokens at that layer. :attr:`left_out` lists them.
 
         Parameters
         ----------
         prompt
-            Text, token ids, or a conversation.
+            Text, token ids, or a conversation; or a list of these, whose norms are averaged. None is a stock text,
+            some paragraphs of English prose.
 
         Returns
         -------
         pandas.DataFrame
-            ``layer`` and ``norm``: the mean over the prompt's tokens, without the first, which collects attention and
-            is many times longer than the others.
+            ``layer``, ``norm`` (the mean over the other tokens) and ``left_out`` (how many tokens were).
+
+        Raises
+        ------
+        RequestError
+            If there is no token but the first.
         """
-        await self._measure(self._prepare(prompt, chat_options, max_tokens=1), asked(prompt))
+        if prompt is None:
+            await self._measure_stock()
+        else:
+            prompts = self._prepare(prompt, chat_options, max_tokens=1)
+            if not await self._measure(prompts, _called(prompt)):
+                raise RequestError("measure: the prompt must have more tokens than its first, an attention sink; got 1")
         import pandas as pd
 
-        return pd.DataFrame({"layer": list(self.norms), "norm": list(self.norms.values())})
+        counts = self.left_out.groupby("layer").size().reindex(list(self.norms), fill_value=0)
+        norms = {"layer": list(self.norms), "norm": list(self.norms.values())}
+        return pd.DataFrame({**norms, "left_out": counts.to_numpy()})
 
-    def _prepare(self, prompt: Any, chat_options: dict[str, Any] | None, **sampling: Any) -> Any:
-        chat = isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Mapping)
-        if chat:
-            check_conversation(prompt)
-        found = self.model.prepare(prompt, chat=chat, chat_options=chat_options, **sampling)
-        if len(found) != 1:
-            raise RequestError(f"expected one prompt or one conversation, got {len(found)}")
-        return found[0]
+    def _prepare(self, prompt: Any, chat_options: dict[str, Any] | None, **sampling: Any) -> list[Prompt]:
+        chat = _is_conversation(prompt) or (_is_several(prompt) and _is_conversation(prompt[0]))
+        for conversation in (prompt if _is_several(prompt) else [prompt]) if chat else ():
+            check_conversation(conversation)
+        return self.model.prepare(prompt, chat=chat, chat_options=chat_options, **sampling)
 
-    async def _measure(self, prompt: Any, name: str) -> None:
-        ids = prompt.token_ids
-        where = Where.span(1, len(ids)) if len(ids) > 1 else Where("prompt")
-        _, [handle] = await self.model.generate(
-            prompt,
-            temperature=0.0,
-            max_tokens=1,
-            steering=SteeringSpec.none(),
-            capture_layers=range(self.model.layer_count),
-            capture_where=where,
-        )
-        async with handle:
-            readings = await handle.read()
-        self.norms = dict(zip(readings.layers, map(float, readings.norm.mean(axis=1)), strict=True))
-        self.measured_on = name
+    async def _measure(self, prompts: Sequence[Prompt], name: str) -> bool:
+        """Measure on prompts; return False, with nothing changed, if one has no token but the first."""
+        found = await measure(self.model, prompts)
+        if not all(norm > 0 for norm in found.norms.values()):
+            return False
+        self.norms, self.left_out, self.measured_on = found.norms, found.left_out, name
+        return True
+
+    async def _measure_stock(self) -> None:
+        prompts = self.model.prepare(list(PLAIN_TEXTS), chat=False, max_tokens=1)
+        await self._measure(prompts, STOCK)
+        tell(f"doses are relative to the mean residual norm on {STOCK}; lab.measure(prompt) takes another")
+
+    async def _known_norms(self) -> dict[int, float]:
+        if not self.norms:
+            await self._measure_stock()
+        return self.norms
 
     async def sweep(
         self,
         prompt: Any,
         layers: int | Sequence[int],
         vector: Any,
-        scales: Iterable[float] | None = None,
+        scales: Iterable[float | str] | None = None,
         *,
         doses: Iterable[float] | None = None,
         operation: str = "add",
+        bound: str = "max",
         read_layer: int | None = None,
         perplexity: bool = True,
+        score: Callable[[str], float] | None = None,
         chat_options: dict[str, Any] | None = None,
         max_tokens: int = 48,
         temperature: float = 0.0,
@@ -237,51 +357,63 @@ class AsyncLab:
         Parameters
         ----------
         prompt
-            Text, token ids, or a conversation.
+            Text, token ids, or a conversation; or a list of these: every cell of the grid answers each.
         layers, scales
-            The grid, layer by layer.
+            The grid, layer by layer. With ``"cap"`` a scale is a bound, also a quantile as ``"p90"`` (:meth:`cap`).
         vector
             ``[hidden_size]``, or one per layer, or a name in :attr:`vectors`.
         doses
-            In place of ``scales``: the added norm over the mean residual norm at that layer on this prompt.
+            In place of ``scales``, for additions and caps: the added norm, or the bound, over the mean residual norm at
+            that layer on this prompt (of several prompts their mean; attention sinks left out, as in :meth:`measure`).
         operation
-            ``"add"``, or ``"ablate"`` (then a scale multiplies the component).
+            ``"add"``, ``"ablate"`` (then a scale multiplies the component), or ``"cap"`` (then it is a bound).
+        bound
+            Which bound a cap has: ``"max"`` or ``"min"``.
         read_layer
             Layer at which the projection is read; None is the steered layer.
         perplexity
             Whether to score each answer by the unsteered model, a prefill each.
+        score
+            A function of your own from an answer's text to a number. It runs in a thread, and may use the lab.
         max_tokens, temperature, sampling
             As for ``generate``.
 
         Returns
         -------
         pandas.DataFrame
-            ``layer``, ``scale``, ``dose`` (added norm over the mean residual norm at that layer on this prompt),
-            ``text``, ``projection`` (mean over the answer's tokens of x·u, u the vector's direction), ``perplexity``
-            (of the answer under the unsteered model), ``repetition`` (share of repeated 3-grams), ``tokens`` and
-            ``finish_reason``. ``frame.attrs["norms"]`` has the residual norms.
+            A row per layer, scale and prompt: ``layer``, ``scale``, ``dose`` (added norm or bound over the mean
+            residual norm at that layer), ``text``, ``projection`` (mean over the answer's tokens, attention
+            sinks left out, of x·u, u the vector's direction), ``perplexity`` (of the answer under the unsteered model), ``repetition``
+            (share of repeated 3-grams), ``tokens``, ``finish_reason``, ``relative`` (the projection over the mean
+            residual norm at the layer where it is read: this, unlike ``projection``, can be compared between layers),
+            ``prompt_index``, and ``score`` if asked for. ``frame.attrs["norms"]`` has the residual norms.
+            :func:`chatspace_lab.analysis.sweep_cells` gives mean and spread over the prompts.
         """
         one_sample("sweep", sampling)
-        vector = vector_named(vector, self.vectors, "sweep")
-        plan = lay_out(self.model, layers, vector, scales, operation, doses)
+        named = vector_named(vector, self.vectors, "sweep")
+        plan = lay_out(self.model, layers, named, scales, operation, doses, bound)
         if read_layer is not None:
             read_layer = check_layer(read_layer, self.model.layer_count)
         sampling = {"max_tokens": max_tokens, "temperature": temperature, **sampling}
         prepared = self._prepare(prompt, chat_options, **sampling)
         job = CURRENT.get()
         if job is not None:
-            job.expect(1 + len(plan) * (2 if perplexity else 1))
-            job.partial = lambda: frame_of([], planned=len(plan))
-        await self._measure(prepared, asked(prompt))
-        cells = [cell.scaled(self.norms[cell.layer]) for cell in plan] if doses is not None else plan
+            job.expect(len(prepared) * (1 + len(plan) * (2 if perplexity else 1)))
+            job.partial = lambda: frame_of([], planned=len(plan) * len(prepared), scored=score is not None)
+        if not await self._measure(prepared, _called(prompt)):
+            await self._measure_stock()
+        vectors = {cell.layer: cell.vector for cell in plan}
+        resolved = await self._resolve(vectors, list({cell.bound for cell in plan}))
         grid = Grid(
             self.model,
             prepared,
-            cells,
+            [cell.scaled(resolved[cell.layer, cell.bound], operation) for cell in plan],
             operation=operation,
+            bound=bound,
             read_layer=read_layer,
             norms=self.norms,
             perplexity=perplexity,
+            score=score,
             sampling=sampling,
         )
         if job is not None:
@@ -297,6 +429,7 @@ class AsyncLab:
         directions: Mapping[str, Any] | Sequence[str] | None = None,
         where: Where | str = "prompt",
         steering: SteeringSpec | Literal["session"] | None = None,
+        attention_sinks: bool = False,
         chat_options: dict[str, Any] | None = None,
         max_tokens: int = 1,
         temperature: float = 0.0,
@@ -313,17 +446,19 @@ class AsyncLab:
         layers
             To capture.
         reduce
-            ``"last"``: the last chosen token. ``"mean"``: the mean over the chosen tokens. ``"norm"``: each token's
+            ``"last"``: the last chosen token. ``"mean"``: the mean over the chosen tokens but attention sinks, whose
+            activations are many times longer than all others: at each layer those whose norm is more than three times
+            the lower quartile of the chosen tokens (``left_out`` of the result lists them). ``"norm"``: each token's
             norm. ``"projection"``: and its projections on ``directions``.
         directions
             ``{name: vector}``, or names in :attr:`vectors`, with ``"projection"``.
         where
-            Which tokens: ``"prompt"``, ``"answer"``, ``"all"``, ``Where.messages(…)``, ``Where.span(…)``. For a mean
-            over whole prompts take ``Where("prompt").without_first_token()``: the first token's activation is often a
-            hundred times longer than all others, and would be all that the mean shows.
+            Which tokens: ``"prompt"``, ``"answer"``, ``"all"``, ``Where.messages(…)``, ``Where.span(…)``.
         steering
             For all of them. None is no steering, whatever is in force: what is built or measured from activations is
             about the model itself. ``"session"`` is the session-wide steering in force now.
+        attention_sinks
+            Whether attention sinks count in a mean.
         max_tokens, temperature, sampling
             As for ``generate``. An answer of n tokens has n − 1 rows.
 
@@ -343,6 +478,7 @@ class AsyncLab:
             prompts,
             as_layers(layers, self.model.layer_count, "capture"),
             reduce,
+            attention_sinks=attention_sinks,
             directions=directions_named(directions, self.vectors),
             where=where,
             steering=self._steering(steering, "capture"),
@@ -493,3 +629,22 @@ class AsyncLab:
         for run in runs:
             if self.history.find(run.request_id) is None:
                 self.history.add(run)
+
+
+def _called(prompt: Any) -> str:
+    """Return what to call one prompt or several that were measured."""
+    return f"{len(prompt)} prompts" if _is_several(prompt) else asked(prompt)
+
+
+def _is_conversation(prompt: Any) -> bool:
+    return isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Mapping)
+
+
+def _is_several(prompt: Any) -> bool:
+    """Whether these are several texts, lists of token ids, or conversations."""
+    return (
+        isinstance(prompt, Sequence)
+        and not isinstance(prompt, str)
+        and len(prompt) > 1
+        and all(isinstance(each, Sequence) for each in prompt)
+    )

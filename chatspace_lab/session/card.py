@@ -6,6 +6,7 @@ import html
 from typing import TYPE_CHECKING, Any
 
 from chatspace_lab.session.history import AS_TYPED, describe_operation, describe_where, ranges
+from chatspace_lab.session.measure import quoted
 from chatspace_lab.steering.where import Where, as_where
 
 if TYPE_CHECKING:
@@ -50,16 +51,17 @@ def _steering(lab: LabSession) -> str:
     spec = lab.export_steering_spec()
     if not spec:
         return "none"
+    names = lab.aio.names.known()
     grouped: dict[str, list[int]] = {}
     for layer, operation in spec:
-        grouped.setdefault(describe_operation(operation, lab.norms.get(layer)), []).append(layer)
+        grouped.setdefault(describe_operation(operation, lab.norms.get(layer), names), []).append(layer)
     lines = [f"{html.escape(what)} @ {ranges(layers)}" for what, layers in grouped.items()]
     where = as_where(spec.where)
     if where != Where():
         lines.append(f"on {html.escape(describe_where(where))}")
     if lab.norms and "dose" in "".join(grouped):
-        asked = str(lab.aio.measured_on)
-        lines.append(f'<span style="opacity: 0.6">dose: of the residual norm on “{html.escape(asked[:60])}”</span>')
+        asked = html.escape(quoted(lab.aio.measured_on))
+        lines.append(f'<span style="opacity: 0.6">dose: of the residual norm on {asked}, at each layer</span>')
     return "<br>".join(lines)
 
 

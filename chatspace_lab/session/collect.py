@@ -12,8 +12,9 @@ from chatspace_lab.capture import CaptureHandle
 from chatspace_lab.engine.model import VLLMSteerModel
 from chatspace_lab.engine.together import together
 from chatspace_lab.errors import RequestError
-from chatspace_lab.readings import POOLS, Readings
+from chatspace_lab.readings import POOLS, Readings, sinks
 from chatspace_lab.session.history import History
+from chatspace_lab.session.measure import left_out_frame, left_out_rows
 from chatspace_lab.session.pooled import PooledActivations, steered
 from chatspace_lab.spans import rank
 from chatspace_lab.steering.directions import DirectionSet
@@ -38,6 +39,7 @@ class Row(NamedTuple):
     request_id: str
     text: str
     tokens: int
+    left_out: list[tuple[Any, ...]]
 
 
 class Collection:
@@ -49,7 +51,7 @@ class Collection:
         Runs the prompts; takes note of readings.
     prompts
         Each one a prompt, or each one a conversation; all are checked here, before any runs.
-    layers, reduce, directions, where, steering, chat_options, sampling
+    layers, reduce, directions, where, steering, attention_sinks, chat_options, sampling
         As for :meth:`chatspace_lab.session.aio.AsyncLab.capture`.
 
     Raises
@@ -69,6 +71,7 @@ class Collection:
         directions: Mapping[str, Any] | None,
         where: Where | str,
         steering: SteeringSpec,
+        attention_sinks: bool,
         chat_options: dict[str, Any] | None,
         sampling: dict[str, Any],
     ) -> None:
@@ -80,7 +83,7 @@ class Collection:
         if named and reduce != "projection":
             raise RequestError(f"capture: directions go with reduce='projection', not {reduce!r}")
         self._model, self._history, self._layers, self._reduce = model, history, list(layers), reduce
-        self._directions = directions
+        self._directions, self._sinks = directions, attention_sinks
         one_sample("capture", sampling)
         chat = _is_chat(prompts)
         self._options = {"capture_layers": self._layers, "capture_where": where, **sampling}
@@ -107,7 +110,13 @@ class Collection:
     async def _row(self, text: str, handle: CaptureHandle) -> Row:
         values: np.ndarray | Readings
         rows = rank(handle.spans, handle.computed)
-        if self._reduce in POOLS and rows:
+        left_out: list[tuple[Any, ...]] = []
+        if self._reduce == "mean" and rows and not self._sinks:
+            means, norms = await handle.pool_typical()
+            values = means.numpy()
+            places = handle.positions, handle.token_ids
+            left_out = left_out_rows(handle.prompt_index, handle.layer_indices, norms, sinks(norms), *places)
+        elif self._reduce in POOLS and rows:
             values = (await handle.pool(self._reduce)).numpy()
         elif self._reduce in POOLS:  # an answer of one token has no row
             values = np.full((len(self._layers), self._model.hidden_size), np.nan, dtype=np.float32)
@@ -115,7 +124,7 @@ class Collection:
             values = await handle.read(self._directions)
             self._history.attach(handle.request_id, values)
         found = handle.prompt_len, handle.message_locations, handle.request_id, text, handle.generated_len
-        return Row(values, rows, *found)
+        return Row(values, rows, *found, left_out)
 
     def result(self) -> PooledActivations | pd.DataFrame:
         """Return what is finished, in the order of the prompts."""
@@ -133,7 +142,9 @@ class Collection:
         )
         empty = np.empty((0, len(self._layers), self._model.hidden_size), dtype=np.float32)
         values = np.stack([np.asarray(row.values) for _, row in kept]) if kept else empty
-        return PooledActivations(values, tuple(self._layers), labels, self._reduce, self._options["steering"])
+        left_out = [(at, *place[1:]) for at, row in kept for place in row.left_out]
+        found = left_out_frame(left_out, self._model.tokenizer)
+        return PooledActivations(values, tuple(self._layers), labels, self._reduce, self._options["steering"], found)
 
     def _frame(self, kept: list[tuple[int, Row]]) -> pd.DataFrame:
         import pandas as pd

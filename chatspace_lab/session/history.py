@@ -6,7 +6,7 @@ import asyncio
 import datetime
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from chatspace_lab.engine.stream import StreamDelta
 from chatspace_lab.readings import Readings
 from chatspace_lab.session import job as jobs
 from chatspace_lab.steering.specs import AblationSpec, AddSpec, Operation, SteeringSpec
+from chatspace_lab.steering.vectors import content_key
 from chatspace_lab.steering.where import Where, as_where
 
 if TYPE_CHECKING:
@@ -102,10 +103,12 @@ class History:
     ----------
     limit
         Runs kept.
+    names
+        Returns the names of vectors by their contents (:class:`chatspace_lab.session.in_force.Names`).
     """
 
-    def __init__(self, limit: int = LIMIT) -> None:
-        self._limit = limit
+    def __init__(self, limit: int = LIMIT, names: Callable[[], Mapping[bytes, str]] = dict) -> None:
+        self._limit, self._names = limit, names
         self._runs: dict[str, Run] = {}
         self._open: dict[str, tuple[Run, float, jobs.Job | None]] = {}
         self._lock = threading.Lock()
@@ -210,11 +213,12 @@ class History:
             "run", "started", "kind", "status", "asked", "steering", "sampling", "prompt_tokens", "tokens", "text",
             "finish_reason", "seconds", "capture_layers", "readings", "error",
         ]  # fmt: skip
+        names = self._names()
         rows = [
             (
-                run.number, run.started, run.kind, run.status, run.asked, describe(run.steering),
-                _as_arguments(run.sampling), len(run.prompt_token_ids), len(run.token_ids), run.text,
-                run.finish_reason, run.seconds, run.capture_layers,
+                run.number, run.started, run.kind, run.status, run.asked,
+                describe(run.steering, names=names), _as_arguments(run.sampling),
+                len(run.prompt_token_ids), len(run.token_ids), run.text, run.finish_reason, run.seconds, run.capture_layers,
                 0 if run.readings is None else len(run.readings), run.error,
             )
             for run in self.runs
@@ -230,32 +234,39 @@ def _as_arguments(sampling: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in sampling.items())
 
 
-def describe(spec: SteeringSpec, norms: Mapping[int, float] | None = None) -> str:
+def describe(
+    spec: SteeringSpec, norms: Mapping[int, float] | None = None, names: Mapping[bytes, str] | None = None
+) -> str:
     """Return a spec in a few words: ``add 8·v (|v| 2.1) = dose 0.42 @ 6–9; cap [-4, 6.5] @ 12``.
 
-    The dose of an addition is its length over the residual's mean norm at that layer, where ``norms`` has that.
+    The dose of an addition is its length over the residual's mean norm at that layer, where ``norms`` has that. A
+    vector whose contents ``names`` has is told by its name.
     """
     if not spec:
         return "none"
     layers: dict[str, list[int]] = {}
     for layer, operation in spec:
-        layers.setdefault(describe_operation(operation, (norms or {}).get(layer)), []).append(layer)
+        layers.setdefault(describe_operation(operation, (norms or {}).get(layer), names), []).append(layer)
     parts = [f"{what} @ {ranges(at)}" for what, at in layers.items()]
     where = as_where(spec.where)
     return "; ".join(parts) + ("" if where == Where() else f" on {describe_where(where)}")
 
 
-def describe_operation(operation: Operation, norm: float | None = None) -> str:
+def describe_operation(
+    operation: Operation, norm: float | None = None, names: Mapping[bytes, str] | None = None
+) -> str:
     """Return one operation in a few words, with the dose of an addition where the residual's ``norm`` is known."""
+    name = names.get(content_key(operation.vector)) if names else None
+    along = "" if name is None else f"{name} "
     if isinstance(operation, AddSpec):
-        length = operation.vector.norm().item()
+        length = operation.vector.double().norm().item()
         dose = "" if norm is None else f" = dose {operation.scale * length / norm:.2f}"
-        return f"add {operation.scale:g}·v (|v| {length:.3g}){dose}"
+        return f"add {operation.scale:g}·{name or 'v'} (|{name or 'v'}| {length:.3g}){dose}"
     if isinstance(operation, AblationSpec):
-        return f"ablate to {operation.scale:g}"
+        return f"ablate {along}to {operation.scale:g}"
     low = "−∞" if operation.min is None else f"{operation.min:g}"
     high = "∞" if operation.max is None else f"{operation.max:g}"
-    return f"cap [{low}, {high}]"
+    return f"cap {along}[{low}, {high}]"
 
 
 def describe_where(where: Where) -> str:

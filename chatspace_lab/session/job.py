@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import time
+import warnings
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -42,12 +43,15 @@ class Job:
         The requests.
     partial
         Gives what the call has so far.
+    notes
+        What is to be told when it ends: sentences, and warnings.
     """
 
     def __init__(self, title: str) -> None:
         self.title = title
         self.done = self.tokens = 0
         self.runs: list[Any] = []
+        self.notes: list[str | Warning] = []
         self._known: int | None = None
         self.partial: Callable[[], Any] | None = None
 
@@ -67,6 +71,23 @@ class Job:
     def ended(self) -> None:
         """Count a request that was answered."""
         self.done += 1
+
+
+def tell(note: str | Warning) -> None:
+    """Print a sentence or issue a warning, in the thread that waits for the current call, if there is one."""
+    job = CURRENT.get()
+    if job is not None:
+        job.notes.append(note)
+    else:
+        say(note)
+
+
+def say(note: str | Warning) -> None:
+    """Print a sentence, or issue a warning."""
+    if isinstance(note, Warning):
+        warnings.warn(note, stacklevel=4)
+    else:
+        print(note)
 
 
 class Bar:

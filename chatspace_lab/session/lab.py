@@ -25,7 +25,8 @@ from chatspace_lab.quiet import quieten
 from chatspace_lab.session.aio import AsyncLab
 from chatspace_lab.session.card import card
 from chatspace_lab.session.history import History, Run, describe
-from chatspace_lab.session.job import CURRENT, INTERRUPTS, Bar, Job
+from chatspace_lab.session.in_force import SteeringInForce
+from chatspace_lab.session.job import CURRENT, INTERRUPTS, Bar, Job, say
 from chatspace_lab.session.start import StartDisplay, files_of, find_model, fits_beside
 from chatspace_lab.session.stream import LabStream
 from chatspace_lab.steering.names import directions_named
@@ -76,7 +77,8 @@ class LabSession:
     partial
         What the last interrupted call had: texts, answers, or the finished part of a sweep or a capture.
     norms : dict of int to float
-        Mean residual norm per layer on the prompt that was measured last.
+        Mean residual norm per layer on the prompt that was measured last (:attr:`measured_on`), attention sinks left
+        out (:attr:`left_out`).
     vectors : dict of str to vector
         Named vectors and directions. Wherever a vector is taken, its name in here will do: ``lab.steer(16, "joy")``.
         Panels offer these, and put here what is made in them.
@@ -202,6 +204,16 @@ class LabSession:
         return self.aio.norms
 
     @property
+    def left_out(self) -> pd.DataFrame:
+        """The tokens that those norms leave out as attention sinks, a row per layer and token."""
+        return self.aio.left_out
+
+    @property
+    def measured_on(self) -> str | None:
+        """The prompt that was measured last."""
+        return self.aio.measured_on
+
+    @property
     def vectors(self) -> dict[str, Any]:
         """Named vectors and directions; the async side and the engine have the same."""
         return self.aio.vectors
@@ -265,6 +277,8 @@ class LabSession:
             raise
         finally:
             CURRENT.reset(mark)
+            for note in job.notes:
+                say(note)
 
     def _keep(self, job: Job) -> None:
         if job.partial is not None:
@@ -288,6 +302,10 @@ class LabSession:
     def export_steering_spec(self) -> SteeringSpec:
         """Return the session-wide steering in force."""
         return self._model.export_steering_spec()
+
+    def in_force(self) -> SteeringInForce:
+        """Return the session-wide steering; its repr tells vectors by name, layers, scales and doses."""
+        return self.aio.in_force()
 
     def set_target_layer(self, layer_idx: int) -> None:
         """Choose the layer of :meth:`set_vector`."""
@@ -359,9 +377,8 @@ class LabSession:
             return f"LabSession({self._name!r}, closed)"
         if not self.is_alive:
             return f"LabSession({self._name!r}, its engine has died)"
-        return (
-            f"LabSession({self._name!r}, {self.layer_count} layers, steering: {describe(self.export_steering_spec())})"
-        )
+        described = describe(self.export_steering_spec(), names=self.aio.names.known())
+        return f"LabSession({self._name!r}, {self.layer_count} layers, steering: {described})"
 
     def _repr_html_(self) -> str:
         stats = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,13 +33,17 @@ class PooledActivations:
         ``"mean"`` or ``"last"``.
     steering
         What steered all of the prompts; ``SteeringSpec.none()`` if nothing did. :attr:`steered` has it in words.
+    left_out
+        The tokens that no mean counts, as attention sinks: ``prompt_index``, ``layer``, ``position``, ``token_id``,
+        ``token``, ``norm`` and ``times`` (the norm over the mean of the others). Empty with ``"last"``.
     """
 
     values: np.ndarray
     layers: tuple[int, ...]
     rows: pd.DataFrame
     how: str
-    steering: SteeringSpec = field(default_factory=SteeringSpec.none)
+    steering: SteeringSpec
+    left_out: pd.DataFrame
 
     @property
     def steered(self) -> str:

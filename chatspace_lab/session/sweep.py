@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,15 +15,18 @@ from chatspace_lab.engine.model import VLLMSteerModel
 from chatspace_lab.engine.requests import Prompt
 from chatspace_lab.engine.together import together
 from chatspace_lab.errors import RequestError, SteeringError
+from chatspace_lab.readings import mean_without, sinks
+from chatspace_lab.session.measure import Bound
 from chatspace_lab.steering.directions import at_layer
 from chatspace_lab.steering.program import check_layer
-from chatspace_lab.steering.specs import AblationSpec, AddSpec, SteeringSpec
+from chatspace_lab.steering.specs import AblationSpec, AddSpec, ProjectionCapSpec, SteeringSpec
 from chatspace_lab.steering.vectors import as_list, as_number, as_vector
 
 if TYPE_CHECKING:
     import pandas as pd
 
-OPERATIONS: dict[str, type[AddSpec] | type[AblationSpec]] = {"add": AddSpec, "ablate": AblationSpec}
+OPERATIONS = ("add", "ablate", "cap")
+BOUNDS = ("min", "max")
 COLUMNS = (
     "layer",
     "scale",
@@ -32,19 +37,23 @@ COLUMNS = (
     "repetition",
     "tokens",
     "finish_reason",
+    "relative",
+    "prompt_index",
 )
 
 
 class Cell(NamedTuple):
-    """One run of the grid. ``scale`` is a dose until :meth:`scaled`, if the grid is one of doses."""
+    """One cell of the grid. ``scale`` is known once :meth:`scaled`, if it was asked for as a dose or a quantile."""
 
     layer: int
-    scale: float
+    bound: Bound
     vector: torch.Tensor
+    scale: float = math.nan
 
-    def scaled(self, norm: float) -> Cell:
-        """Return this cell with the scale that adds its dose to a residual stream of this norm."""
-        return self._replace(scale=self.scale * norm / float(self.vector.norm()))
+    def scaled(self, value: float, operation: str = "add") -> Cell:
+        """Return this cell with its scale; ``value`` is what its bound is in units of the residual stream."""
+        adds = operation == "add" and self.bound.kind == "dose"
+        return self._replace(scale=value / float(self.vector.double().norm()) if adds else value)
 
 
 class Grid:
@@ -54,16 +63,18 @@ class Grid:
     ----------
     model
         Runs them.
-    prompt
-        As ``model.prepare`` gives it.
+    prompts
+        As ``model.prepare`` gives them; each cell answers each.
     cells
         What to run.
-    operation
-        ``"add"`` or ``"ablate"``.
+    operation, bound
+        ``"add"``, ``"ablate"`` or ``"cap"``, and which bound a cap has.
     read_layer
         Where projections are read; None is each run's own layer.
     norms
-        Mean residual norm per layer on this prompt; dose is relative to it.
+        Mean residual norm per layer on the prompts; doses are relative to it.
+    score
+        From an answer's text to a number, or None.
     sampling
         Of every run.
     """
@@ -71,32 +82,44 @@ class Grid:
     def __init__(
         self,
         model: VLLMSteerModel,
-        prompt: Prompt,
+        prompts: Sequence[Prompt],
         cells: Sequence[Cell],
         *,
         operation: str,
+        bound: str = "max",
         read_layer: int | None,
         norms: Mapping[int, float],
         perplexity: bool,
+        score: Callable[[str], float] | None = None,
         sampling: dict[str, Any],
     ) -> None:
-        self._model, self._prompt, self._cells = model, prompt, list(cells)
-        self._operation, self._read_layer, self._norms = operation, read_layer, norms
-        self._perplexity, self._sampling = perplexity, sampling
-        self._rows: dict[int, tuple[Any, ...]] = {}
+        self._model, self._prompts, self._cells = model, list(prompts), list(cells)
+        self._operation, self._bound, self._read_layer, self._norms = operation, bound, read_layer, norms
+        self._perplexity, self._score, self._sampling = perplexity, score, sampling
+        self._rows: dict[tuple[int, int], tuple[Any, ...]] = {}
 
     async def run(self) -> pd.DataFrame:
         """Run everything together. What is finished stays in :meth:`frame`, also when this is cancelled."""
-        await together(self._one(index) for index in range(len(self._cells)))
+        everything = product(range(len(self._cells)), range(len(self._prompts)))
+        await together(self._one(cell, prompt) for cell, prompt in everything)
         return self.frame()
 
-    async def _one(self, index: int) -> None:
-        cell = self._cells[index]
+    def _spec(self, cell: Cell) -> SteeringSpec:
+        if self._operation == "cap":
+            return SteeringSpec.at(cell.layer, ProjectionCapSpec(cell.vector, **{self._bound: cell.scale}))
+        kind = AddSpec if self._operation == "add" else AblationSpec
+        return SteeringSpec.at(cell.layer, kind(cell.vector, cell.scale))
+
+    def _dose(self, cell: Cell) -> float:
+        length = {"add": float(cell.vector.double().norm()), "cap": 1.0}.get(self._operation, math.nan)
+        return cell.scale * length / self._norms[cell.layer]
+
+    async def _one(self, index: int, prompt_index: int) -> None:
+        cell, prompt = self._cells[index], self._prompts[prompt_index]
         layer = cell.layer if self._read_layer is None else self._read_layer
-        spec = SteeringSpec.at(cell.layer, OPERATIONS[self._operation](cell.vector, cell.scale))
         [output], [handle] = await self._model.generate(
-            self._prompt,
-            steering=spec,
+            prompt,
+            steering=self._spec(cell),
             capture_layers=[layer],
             capture_where="answer",
             raw_output=True,
@@ -106,28 +129,36 @@ class Grid:
             readings = await handle.read({"v": cell.vector})
         answer = output.outputs[0]
         tokens = list(answer.token_ids)
-        dose = (
-            cell.scale * float(cell.vector.norm()) / self._norms[cell.layer] if self._operation == "add" else math.nan
-        )
-        self._rows[index] = (
+        projection = float(mean_without(readings.projection("v"), sinks(readings.norm))[0])
+        row = (
             cell.layer,
             cell.scale,
-            dose,
+            self._dose(cell),
             answer.text,
-            float(readings.projection("v").mean()) if len(readings) else math.nan,
-            await self._perplexity_of(tokens) if self._perplexity else math.nan,
+            projection,
+            await self._perplexity_of(prompt.token_ids, tokens) if self._perplexity else math.nan,
             repetition(tokens),
             len(tokens),
             answer.finish_reason,
+            projection / self._norms[layer],
+            prompt_index,
         )
+        scores = () if self._score is None else (await self._scored(self._score, answer.text),)
+        self._rows[index, prompt_index] = (*row, *scores)
 
-    async def _perplexity_of(self, answer: list[int]) -> float:
+    @staticmethod
+    async def _scored(score: Callable[[str], float], text: str) -> float:
+        try:
+            return float(await asyncio.to_thread(score, text))
+        except Exception as error:
+            raise RequestError(f"sweep: score failed for the answer {text[:60]!r}: {error!r}") from error
+
+    async def _perplexity_of(self, prompt: Sequence[int], answer: list[int]) -> float:
         """Return the perplexity of the answer, given the prompt, without any steering.
 
         Scoring generates a token that does not count; an answer that fills the model's whole context is scored without
         its last token.
         """
-        prompt = self._prompt.token_ids
         ids = [*prompt, *answer][: self._model.max_model_len - 1]
         [output] = await self._model.generate(
             {"prompt_token_ids": ids},
@@ -142,22 +173,30 @@ class Grid:
 
     def frame(self) -> pd.DataFrame:
         """Return the finished runs, in the order of the grid."""
-        frame = frame_of([self._rows[index] for index in sorted(self._rows)], planned=len(self._cells))
+        rows = [self._rows[key] for key in sorted(self._rows)]
+        planned = len(self._cells) * len(self._prompts)
+        frame = frame_of(rows, planned=planned, scored=self._score is not None)
         frame.attrs["norms"] = {layer: float(norm) for layer, norm in self._norms.items()}
         return frame
 
 
-def frame_of(rows: Sequence[tuple[Any, ...]], *, planned: int) -> pd.DataFrame:
-    """Return runs of a grid as a frame, of so many that are planned."""
+def frame_of(rows: Sequence[tuple[Any, ...]], *, planned: int, scored: bool = False) -> pd.DataFrame:
+    """Return runs of a grid as a frame, of so many that are planned; with a column ``score`` if they are scored."""
     import pandas as pd
 
-    frame = pd.DataFrame(rows, columns=list(COLUMNS))
+    frame = pd.DataFrame(rows, columns=[*COLUMNS, *(["score"] if scored else [])])
     frame.attrs["planned"] = planned
     return frame
 
 
 def lay_out(
-    model: VLLMSteerModel, layers: Any, vector: Any, scales: Any, operation: str, doses: Any = None
+    model: VLLMSteerModel,
+    layers: Any,
+    vector: Any,
+    scales: Any,
+    operation: str,
+    doses: Any = None,
+    bound: str = "max",
 ) -> list[Cell]:
     """Return the cells of a grid of scales, or else of doses, layer by layer.
 
@@ -168,13 +207,16 @@ def lay_out(
     """
     if operation not in OPERATIONS:
         raise RequestError(f"sweep: operation is one of {', '.join(OPERATIONS)}, got {operation!r}")
+    if bound not in BOUNDS:
+        raise RequestError(f"sweep: bound is one of {', '.join(BOUNDS)}, got {bound!r}")
     if (scales is None) == (doses is None):
         raise RequestError("sweep: give scales or doses, one of the two")
-    if doses is not None and operation != "add":
-        raise RequestError(f"sweep: only an addition has a dose; give scales for {operation!r}")
+    if doses is not None and operation == "ablate":
+        raise RequestError(f"sweep: only additions and caps have a dose; give scales for {operation!r}")
     chosen = as_layers(layers, model.layer_count, "sweep")
     name, given = ("scales", scales) if doses is None else ("doses", doses)
-    wanted = [as_number(value, f"sweep: one of {name}") for value in as_list(given)]
+    kind = "number" if doses is None else "dose"
+    wanted = [_bound(value, f"sweep: one of {name}", kind, operation) for value in as_list(given)]
     if not wanted:
         raise RequestError(f"sweep: {name} is empty")
     cells = []
@@ -182,8 +224,12 @@ def lay_out(
         here = vector_at(vector, layer, model.hidden_size, "sweep")
         if not here.any():  # it could be added, but nothing be read along it, nor be a dose of it
             raise SteeringError(f"sweep: the vector for layer {layer} is zero, it has no direction")
-        cells += [Cell(layer, scale, here) for scale in wanted]
+        cells += [Cell(layer, each, here, each.value if each.kind == "number" else math.nan) for each in wanted]
     return cells
+
+
+def _bound(value: Any, what: str, kind: str, operation: str) -> Bound:
+    return Bound.of(value, what, kind) if operation == "cap" else Bound(kind, as_number(value, what))
 
 
 def as_layers(layers: Any, layer_count: int, what: str) -> list[int]:

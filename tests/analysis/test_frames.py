@@ -217,8 +217,8 @@ def test_which_rows() -> None:
         -1: [2, 3],
     }
     rows = made.hidden(3)[1:5]
-    assert rows.norm(dim=-1).tolist()[-1] > 3 * rows.norm(dim=-1).min()  # a sink beside the others: left out
-    assert mean_activation(made, 3, "prompt").tolist() == pytest.approx(rows[:3].mean(dim=0).tolist())
+    assert rows.norm(dim=-1).tolist() == [5, 10, 2, 5]  # 10 is more than three times the lower quartile: a sink
+    assert mean_activation(made, 3, "prompt").tolist() == pytest.approx(rows[[0, 2, 3]].mean(dim=0).tolist())
     with pytest.raises(AnalysisError, match=r"the answer .* was captured"):
         token_rows(handle([ROWS[0][:5]], prompt=PROMPT, answer=[20]), "answer")
     with pytest.raises(AnalysisError, match="expected a message's index or one of last, prompt, answer, all"):

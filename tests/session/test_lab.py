@@ -21,9 +21,18 @@ import pytest
 import torch
 
 from chatspace_lab import AddSpec, ChatResponse, LabSession, SteeringSpec, VLLMSteerModel, Where
-from chatspace_lab.errors import LabError, PromptTooLongError, RequestError, SessionError, SteeringError
+from chatspace_lab.analysis import Direction, sweep_cells
+from chatspace_lab.errors import (
+    HighDoseWarning,
+    LabError,
+    PromptTooLongError,
+    RequestError,
+    SessionError,
+    SteeringError,
+)
 from chatspace_lab.session import AsyncLab
 from chatspace_lab.session.collect import AT_ONCE
+from chatspace_lab.session.measure import PLAIN_TEXTS
 from tests import tiny
 from tests.conftest import wait_until
 from tests.oracle import Oracle
@@ -237,17 +246,129 @@ def test_short_forms_change_the_session_wide_steering(lab: LabSession, v: torch.
 
 
 def test_a_dose_is_a_fraction_of_the_measured_norm(lab: LabSession, v: torch.Tensor, hf: Oracle) -> None:
-    with pytest.raises(SessionError, match=r"lab\.measure\(prompt\) first"):
-        lab.steer(5, v, dose=0.5)
     frame = lab.measure("The river runs to the sea")
     ids = lab.tokenizer("The river runs to the sea")["input_ids"]
-    norms = hf.residuals(ids)[:, 1:].norm(dim=-1).mean(dim=-1)
-    np.testing.assert_allclose(frame["norm"], norms.numpy(), rtol=1e-4)
+    norms = typical(hf.residuals(ids))
+    np.testing.assert_allclose(frame["norm"], norms, rtol=1e-4)
     assert frame["layer"].tolist() == list(range(30))
     lab.steer([5, 20], v, dose=-0.5)
     for layer in (5, 20):
         scale = lab.export_steering_spec().layers[layer].add.scale
-        assert scale * v.norm().item() / norms[layer].item() == pytest.approx(-0.5, rel=1e-4)
+        assert scale * v.norm().item() / norms[layer] == pytest.approx(-0.5, rel=1e-4)
+
+
+def typical(rows: torch.Tensor) -> np.ndarray:
+    """Return the mean norm per layer of rows [layers, tokens, hidden_size], by the rule of attention sinks."""
+    norms = rows[:, 1:].double().norm(dim=-1).numpy()
+    quartile = np.sort(norms, axis=1)[:, (norms.shape[1] - 1) // 4]
+    return np.array([row[row <= 3 * least].mean() for row, least in zip(norms, quartile, strict=True)])
+
+
+@pytest.mark.parametrize("text", ["The river flows to the sea.", "The river\nflows to the sea.", "One, two. The end"])
+def test_the_scale_of_a_dose_is_that_of_ordinary_tokens_wherever_the_attention_sinks_stand(
+    lab: LabSession, v: torch.Tensor, hf: Oracle, text: str
+) -> None:
+    scales = []
+    for bos in range(4):
+        prompt = "<|im_start|>" * bos + text
+        frame = lab.measure(prompt)
+        rows = hf.residuals(lab.tokenizer(prompt)["input_ids"])
+        np.testing.assert_allclose(frame["norm"], typical(rows), rtol=1e-3)
+        usual = rows[:, bos + 1 :].norm(dim=-1).median(dim=-1).values
+        np.testing.assert_allclose(frame["norm"], usual.numpy(), rtol=0.2)
+        lab.steer([3, 15], v, dose=0.4)
+        scales.append([lab.export_steering_spec().layers[at].add.scale for at in (3, 15)])
+        at_15 = lab.left_out[lab.left_out["layer"] == 15]
+        assert at_15["position"].tolist() == list(range(max(bos, 1)))
+        assert (at_15["norm"] > 1e4).all()
+        assert at_15["token"].tolist()[:bos] == ["<|im_start|>"] * bos
+        assert frame["left_out"][15] == len(at_15)
+    np.testing.assert_allclose(scales, np.broadcast_to(scales[0], (4, 2)), rtol=0.15)
+
+
+def test_a_mean_over_a_prompt_leaves_out_attention_sinks_and_says_which(lab: LabSession, hf: Oracle) -> None:
+    texts = ["The river flows to a sea.", "<|im_start|><|im_start|>The river flows to a sea."]
+    found = lab.capture(texts, [3, 15], "mean")
+    everything = lab.capture(texts, [3, 15], "mean", attention_sinks=True)
+    for at, text in enumerate(texts):
+        rows = hf.residuals(lab.tokenizer(text)["input_ids"])
+        places = found.left_out[(found.left_out["prompt_index"] == at) & (found.left_out["layer"] == 15)]
+        assert places["position"].tolist() == list(range(1 + at))
+        want = rows[15, 1 + at :].mean(dim=0)
+        np.testing.assert_allclose(found.layer(15)[at], want.numpy(), rtol=1e-3, atol=1e-2)
+        np.testing.assert_allclose(everything.layer(15)[at], rows[15].mean(dim=0).numpy(), rtol=1e-3, atol=0.1)
+    for layer in (3, 15):
+        one, other = found.layer(layer)
+        assert one @ other > 0.97 * np.linalg.norm(one) * np.linalg.norm(other)
+
+
+def test_a_dose_in_a_new_session_is_measured_on_a_stock_text_and_says_so(
+    lab: LabSession, v: torch.Tensor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lab.aio.measured_on = None
+    lab.vectors["joy"] = v
+    shown = repr(lab.steer([15, 16], "joy", dose=0.4))
+    assert "stock text" in lab.measured_on
+    assert lab.measured_on in capsys.readouterr().out
+    assert "add joy @ 15–16: dose 0.40 at each layer, 0.80 in all (scale " in shown
+    assert shown.endswith(f"doses are relative to the mean residual norm on {lab.measured_on}")
+    norms, spec = dict(lab.norms), lab.export_steering_spec()
+    assert spec.layers[15].add.scale * v.norm().item() == pytest.approx(0.4 * norms[15], rel=1e-5)
+    asked = len(lab.history)
+    shown = repr(lab.cap(20, "joy", min_dose=-0.1, max_dose=0.2))
+    assert len(lab.history) == asked  # it is known already
+    cap = lab.export_steering_spec().layers[20].projection_cap
+    assert (cap.min, cap.max) == pytest.approx((-0.1 * norms[20], 0.2 * norms[20]))
+    assert f"cap joy to [{cap.min:.4g}, {cap.max:.4g}] @ 20" in shown
+    plain = lab.measure("<|im_start|>Boats on the lake")  # another prompt gives about the same
+    np.testing.assert_allclose(plain["norm"], list(norms.values()), rtol=0.4)
+    del lab.vectors["joy"]
+
+
+def test_a_call_that_steers_returns_all_that_is_in_force_by_name(lab: LabSession, v: torch.Tensor) -> None:
+    lab.vectors["joy"] = v
+    lab.steer([14, 15, 16], "joy", 2.0)
+    shown = repr(lab.steer(16, v, 5.0))  # the vector, not its name
+    assert shown == "steering in force:\n  add joy @ 14–16: scale 2 to 5"
+    sea = Direction("sea", {at: -v + at for at in range(30)})
+    lab.ablate([3, 4], sea)
+    lab.cap(5, v + 1, max=1.5)
+    assert repr(lab.in_force()).splitlines()[1:] == [
+        "  ablate sea to 0 @ 3–4",
+        "  cap a vector without a name to [−∞, 1.5] @ 5",
+        "  add joy @ 14–16: scale 2 to 5",
+    ]
+    assert "5·joy" in repr(lab)
+    assert "ablate sea to 0" in lab._repr_html_()
+    lab.generate("a", max_tokens=1)
+    assert "ablate sea to 0 @ 3–4; cap [" in lab.history.frame()["steering"].iloc[-1]
+    assert repr(lab.clear()) == "no steering in force"
+    del lab.vectors["joy"]
+
+
+def test_a_bound_is_a_quantile_of_projections_on_plain_text(
+    lab: LabSession, v: torch.Tensor, hf: Oracle, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lab.cap([9, 16], v, min="p10", max="p90")
+    assert "quantiles are those of x·u on a stock text" in capsys.readouterr().out
+    u = (v / v.norm()).double()
+    for layer in (9, 16):
+        rows = [hf.residuals(lab.tokenizer(text)["input_ids"])[layer, 1:].double() for text in PLAIN_TEXTS]
+        kept = [each[each.norm(dim=-1) <= 3 * each.norm(dim=-1).quantile(0.25, interpolation="lower")] for each in rows]
+        seen = (torch.cat(kept) @ u).numpy()
+        cap = lab.export_steering_spec().layers[layer].projection_cap
+        assert (cap.min, cap.max) == pytest.approx(tuple(np.quantile(seen, [0.1, 0.9])), rel=1e-3, abs=1e-2)
+
+
+def test_a_dose_from_which_on_answers_fall_apart_warns(lab: LabSession, v: torch.Tensor) -> None:
+    lab.steer(16, v, dose=1.4)
+    lab.steer([14, 15, 16], v, dose=-0.4)
+    with pytest.warns(HighDoseWarning, match=r"dose 1\.6 at layer 16 is extreme: from 1\.5 on"):
+        lab.steer(16, v, dose=1.6)
+    with pytest.warns(HighDoseWarning, match=r"dose 2 in all, over 4 layers, is extreme"):
+        lab.steer([3, 4, 5, 6], v, dose=0.5)
+    with pytest.warns(HighDoseWarning, match=r"dose 3 at layer 9"):  # also of a raw scale, once norms are known
+        lab.steer(9, v, 3 * lab.norms[9] / v.norm().item())
 
 
 @pytest.mark.parametrize(
@@ -266,10 +387,17 @@ def test_a_dose_is_a_fraction_of_the_measured_norm(lab: LabSession, v: torch.Ten
         (lambda lab, v: lab.sweep("a", 3, 0 * v, doses=[1]), SteeringError, "the vector for layer 3 is zero"),
         (lambda lab, v: lab.sweep("a", 3, 0 * v, [0, 1]), SteeringError, "the vector for layer 3 is zero"),
         (lambda lab, v: lab.sweep("a", 3, v, [1], read_layer=[3, 4]), SteeringError, r"whole number, got \[3, 4\]"),
-        (lambda lab, v: lab.sweep("a", 3, v, doses=[1], operation="ablate"), RequestError, "only an addition has"),
-        (lambda lab, v: lab.sweep("a", 3, v, [1], operation="cap"), RequestError, "operation is one of add, ablate"),
+        (lambda lab, v: lab.sweep("a", 3, v, doses=[1], operation="ablate"), RequestError, "only additions and caps"),
+        (lambda lab, v: lab.sweep("a", 3, v, [1], operation="swap"), RequestError, "is one of add, ablate, cap"),
+        (lambda lab, v: lab.sweep("a", 3, v, ["p101"], operation="cap"), RequestError, "quantile .* got 'p101'"),
+        (lambda lab, v: lab.sweep("a", 3, v, ["p90"]), SteeringError, "one of scales: expected a number, got str"),
+        (lambda lab, v: lab.cap(3, v, "90"), RequestError, "cap: min must be a number, or a quantile"),
+        (lambda lab, v: lab.cap(3, v, 1.0, min_dose=0.1), RequestError, "give min or min_dose, not both"),
+        (lambda lab, v: lab.cap(3, v[:7], "p90"), SteeringError, "vector has 7 entries"),
+        (lambda lab, v: lab.cap(3, 0 * v, "p90"), SteeringError, "the vector is zero"),
+        (lambda lab, v: lab.steer(3, 0 * v, dose=0.1), SteeringError, "the vector for layer 3 is zero"),
+        (lambda lab, v: lab.steer(3, v, dose="a"), SteeringError, "steer: dose: expected a number"),
         (lambda lab, v: lab.sweep("a", 3, v, [1], max_token=3), RequestError, "did you mean max_tokens"),
-        (lambda lab, v: lab.sweep(["a", "b"], 3, v, [1]), RequestError, "one prompt or one conversation, got 2"),
         (lambda lab, v: lab.sweep("a", 3, v, [1], max_tokens=5000), PromptTooLongError, "max_model_len"),
         (lambda lab, v: lab.capture("a", 3), RequestError, "prompts is a list"),
         (lambda lab, v: lab.capture([], 3), RequestError, "there are no prompts"),
@@ -318,8 +446,9 @@ def test_a_sweep_equals_single_runs_and_its_numbers_the_oracle(lab: LabSession, 
         logits = hf.run([*ids, *answer])[1].log_softmax(dim=-1)
         scored = [logits[len(ids) - 1 + at, token].item() for at, token in enumerate(answer)]
         assert row["perplexity"] == pytest.approx(math.exp(-np.mean(scored)), rel=1e-3)
-        norm = hf.residuals(ids)[row["layer"], 1:].norm(dim=-1).mean().item()
+        norm = typical(hf.residuals(ids))[row["layer"]]
         assert row["dose"] == pytest.approx(row["scale"] * v.norm().item() / norm, rel=1e-4)
+        assert row["relative"] == pytest.approx(row["projection"] / norm, rel=1e-4)
         handle.close()
     assert frame["text"].nunique() >= 4
     assert frame[frame["scale"] == 0]["text"].nunique() == 1
@@ -343,6 +472,41 @@ def test_a_sweep_of_doses_scales_each_layer_by_its_own_norm(lab: LabSession, v: 
     lengths = [v.norm().item(), v.norm().item(), 3 * v.norm().item(), 3 * v.norm().item()]
     norms = [lab.norms[layer] for layer in frame["layer"]]
     np.testing.assert_allclose(frame["scale"] * lengths, frame["dose"] * norms, rtol=1e-5)
+
+
+def test_a_sweep_of_several_prompts_with_a_score_of_the_users_own(lab: LabSession, v: torch.Tensor) -> None:
+    prompts = ["The river", "A long day in the sun"]
+    options: dict[str, Any] = {"max_tokens": 6, "perplexity": False}
+    frame = lab.sweep(prompts, [4, 20], v, doses=[0.0, 0.3], score=lambda text: text.count(" "), **options)
+    assert frame["prompt_index"].tolist() == [0, 1] * 4
+    assert frame["score"].tolist() == [text.count(" ") for text in frame["text"]]
+    norms = {at: np.mean([lab.measure(text)["norm"][at] for text in prompts]) for at in (4, 20)}
+    for _, row in frame.iterrows():
+        spec = SteeringSpec.at(row["layer"], AddSpec(v, row["scale"]))
+        assert row["text"] == lab.generate(prompts[row["prompt_index"]], steering=spec, temperature=0.0, max_tokens=6)
+        assert row["scale"] * v.norm().item() == pytest.approx(row["dose"] * norms[row["layer"]], rel=1e-3)
+    cells = sweep_cells(frame)
+    assert cells[["layer", "dose", "prompts"]].round(6).to_numpy().tolist() == [
+        [at, dose, 2] for at in (4, 20) for dose in (0.0, 0.3)
+    ]
+    first = frame[:2]
+    assert cells["relative"][0] == pytest.approx(first["relative"].mean())
+    assert cells["relative_std"][0] == pytest.approx(first["relative"].std())
+    assert {"score", "score_std", "repetition_std", "projection_std"} <= set(cells)
+    with pytest.raises(RequestError, match=r"sweep: score failed for the answer .*ZeroDivisionError"):
+        lab.sweep("The river", 4, v, [1.0], score=lambda text: 1 / 0, **options)
+
+
+def test_a_sweep_of_caps(lab: LabSession, v: torch.Tensor) -> None:
+    options: dict[str, Any] = {"operation": "cap", "max_tokens": 8, "perplexity": False}
+    frame = lab.sweep(CHAT, [4, 20], v, doses=[-0.5, 0.0], **options)
+    np.testing.assert_allclose(frame["scale"], frame["dose"] * [lab.norms[at] for at in frame["layer"]], rtol=1e-5)
+    assert (frame["projection"] <= frame["scale"] + 1e-2).all()
+    quantiles = lab.sweep(CHAT, 16, v, ["p95", 300.0], bound="min", **options)
+    assert quantiles["scale"][1] == 300.0
+    assert (quantiles["projection"] >= quantiles["scale"] - 1e-2).all()
+    lab.cap(16, v, min="p95")
+    assert lab.export_steering_spec().layers[16].projection_cap.min == pytest.approx(quantiles["scale"][0])
 
 
 def test_an_interrupted_sweep_keeps_what_is_finished(lab: LabSession, v: torch.Tensor) -> None:
@@ -385,7 +549,8 @@ def test_pooled_captures_equal_pooled_rows(lab: LabSession, how: str, where: Any
         rows = chosen[where] if isinstance(where, str) else slice(1, min(3, len(handle.positions)))
         for layer in (3, 17):
             x = handle.hidden(layer)[rows]
-            want = x[-1] if how == "last" else x.mean(dim=0)
+            usual = x[x.norm(dim=-1) <= 3 * x.norm(dim=-1).quantile(0.25, interpolation="lower")]
+            want = x[-1] if how == "last" else usual.mean(dim=0)
             np.testing.assert_allclose(found.layer(layer)[index], want.numpy(), rtol=1e-3, atol=1e-2)
         assert found.rows.loc[index, "rows"] == len(x)
         handle.close()
