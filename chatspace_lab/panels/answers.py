@@ -14,7 +14,7 @@ from chatspace_lab.engine.stream import StreamDelta, TextStream
 from chatspace_lab.panels.asked import Asked
 from chatspace_lab.panels.buffers import pack, tokens_that_fit
 from chatspace_lab.panels.pieces import Pieces
-from chatspace_lab.readings import Readings
+from chatspace_lab.readings import Readings, typical_norms
 from chatspace_lab.spans import rank
 from chatspace_lab.steering.directions import at_layer, is_per_layer
 
@@ -83,14 +83,14 @@ class Answer:
         self._reread, self.vectors = readings, dict(vectors)
 
     def prompt_norms(self) -> dict[int, float]:
-        """Return the mean norm per layer over the prompt without its first token; empty before it was read."""
+        """Return the mean norm per layer over the prompt without attention sinks; empty before it was read."""
         readings = self.readings
         if readings is None:
             return {}
-        chosen = (readings.positions > 0) & (readings.positions < self.handle.prompt_len)
-        if not chosen.any():
-            return {}
-        return dict(zip(readings.layers, map(float, readings.norm[:, chosen].mean(axis=1)), strict=True))
+        prompt = readings.positions < self.handle.prompt_len
+        means, _ = typical_norms(readings.norm[:, prompt], readings.positions[prompt])
+        norms = dict(zip(readings.layers, map(float, means), strict=True))
+        return norms if all(norm > 0 for norm in norms.values()) else {}
 
     def projections(self, name: str, layers: Sequence[int]) -> np.ndarray | None:
         """Return x·u of all tokens but the first, ``[layers, tokens]``; None where it was not read."""

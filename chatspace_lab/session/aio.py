@@ -383,9 +383,9 @@ class AsyncLab:
         pandas.DataFrame
             A row per layer, scale and prompt: ``layer``, ``scale``, ``dose`` (added norm or bound over the mean
             residual norm at that layer), ``text``, ``projection`` (mean over the answer's tokens, attention
-            sinks left out, of x·u, u the vector's direction), ``perplexity`` (of the answer under the unsteered model), ``repetition``
-            (share of repeated 3-grams), ``tokens``, ``finish_reason``, ``relative`` (the projection over the mean
-            residual norm at the layer where it is read: this, unlike ``projection``, can be compared between layers),
+            sinks left out, of x·u, u the vector's direction), ``perplexity`` (of the answer under the unsteered model),
+            ``repetition`` (share of repeated 3-grams), ``tokens``, ``finish_reason``, ``relative`` (the projection over
+            the mean residual norm at the layer where it is read: this, unlike ``projection``, compares layers),
             ``prompt_index``, and ``score`` if asked for. ``frame.attrs["norms"]`` has the residual norms.
             :func:`chatspace_lab.analysis.sweep_cells` gives mean and spread over the prompts.
         """

@@ -39,6 +39,10 @@ class Names:
         if isinstance(name, str) and name:
             self._given.update((content_key(each.vector), name) for each in operations.values())
 
+    def forget(self) -> None:
+        """Forget what :meth:`note` was told."""
+        self._given.clear()
+
     def known(self) -> dict[bytes, str]:
         """Return the names known now, by the contents of a vector as given and at unit length."""
         found = dict(self._given)

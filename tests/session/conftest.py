@@ -25,6 +25,7 @@ def lab(shared_lab: LabSession) -> Iterator[LabSession]:
     shared_lab.history.clear()
     shared_lab.partial = None
     shared_lab.aio.norms.clear()
+    shared_lab.aio.names.forget()
     yield shared_lab
     asyncio.run(shared_lab.aio.clear_all_vectors())
     nothing = {"requests": 0, "buffers": 0, "nbytes": 0}

@@ -275,7 +275,7 @@ def test_the_scale_of_a_dose_is_that_of_ordinary_tokens_wherever_the_attention_s
         rows = hf.residuals(lab.tokenizer(prompt)["input_ids"])
         np.testing.assert_allclose(frame["norm"], typical(rows), rtol=1e-3)
         usual = rows[:, bos + 1 :].norm(dim=-1).median(dim=-1).values
-        np.testing.assert_allclose(frame["norm"], usual.numpy(), rtol=0.2)
+        np.testing.assert_allclose(frame["norm"][1:], usual.numpy()[1:], rtol=0.25)  # nothing stands out at layer 0
         lab.steer([3, 15], v, dose=0.4)
         scales.append([lab.export_steering_spec().layers[at].add.scale for at in (3, 15)])
         at_15 = lab.left_out[lab.left_out["layer"] == 15]
@@ -321,7 +321,7 @@ def test_a_dose_in_a_new_session_is_measured_on_a_stock_text_and_says_so(
     assert (cap.min, cap.max) == pytest.approx((-0.1 * norms[20], 0.2 * norms[20]))
     assert f"cap joy to [{cap.min:.4g}, {cap.max:.4g}] @ 20" in shown
     plain = lab.measure("<|im_start|>Boats on the lake")  # another prompt gives about the same
-    np.testing.assert_allclose(plain["norm"], list(norms.values()), rtol=0.4)
+    np.testing.assert_allclose(plain["norm"][14:], [norms[at] for at in range(14, 30)], rtol=0.25)
     del lab.vectors["joy"]
 
 
@@ -441,7 +441,9 @@ def test_a_sweep_equals_single_runs_and_its_numbers_the_oracle(lab: LabSession, 
         assert row["text"] == output.outputs[0].text
         assert row["tokens"] == len(answer)
         rows = handle.hidden(row["layer"])[handle.prompt_len :]
-        assert row["projection"] == pytest.approx((rows @ (v / v.norm())).mean().item(), rel=1e-3, abs=1e-2)
+        norms = rows.norm(dim=-1)
+        usual = rows[norms <= 3 * norms.quantile(0.25, interpolation="lower")]
+        assert row["projection"] == pytest.approx((usual @ (v / v.norm())).mean().item(), rel=1e-3, abs=1e-2)
         ids = list(output.prompt_token_ids)
         logits = hf.run([*ids, *answer])[1].log_softmax(dim=-1)
         scored = [logits[len(ids) - 1 + at, token].item() for at, token in enumerate(answer)]
@@ -483,7 +485,8 @@ def test_a_sweep_of_several_prompts_with_a_score_of_the_users_own(lab: LabSessio
     norms = {at: np.mean([lab.measure(text)["norm"][at] for text in prompts]) for at in (4, 20)}
     for _, row in frame.iterrows():
         spec = SteeringSpec.at(row["layer"], AddSpec(v, row["scale"]))
-        assert row["text"] == lab.generate(prompts[row["prompt_index"]], steering=spec, temperature=0.0, max_tokens=6)
+        alone = lab.generate(prompts[row["prompt_index"]], steering=spec, temperature=0.0, max_tokens=6)
+        assert [row["text"]] == alone
         assert row["scale"] * v.norm().item() == pytest.approx(row["dose"] * norms[row["layer"]], rel=1e-3)
     cells = sweep_cells(frame)
     assert cells[["layer", "dose", "prompts"]].round(6).to_numpy().tolist() == [
