@@ -216,9 +216,9 @@ class History:
         names = self._names()
         rows = [
             (
-                run.number, run.started, run.kind, run.status, run.asked,
-                describe(run.steering, names=names), _as_arguments(run.sampling),
-                len(run.prompt_token_ids), len(run.token_ids), run.text, run.finish_reason, run.seconds, run.capture_layers,
+                run.number, run.started, run.kind, run.status, run.asked, describe(run.steering, names=names),
+                _as_arguments(run.sampling), len(run.prompt_token_ids), len(run.token_ids), run.text,
+                run.finish_reason, run.seconds, run.capture_layers,
                 0 if run.readings is None else len(run.readings), run.error,
             )
             for run in self.runs
