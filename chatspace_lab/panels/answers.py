@@ -93,12 +93,13 @@ class Answer:
         return norms if all(norm > 0 for norm in norms.values()) else {}
 
     def projections(self, name: str, layers: Sequence[int]) -> np.ndarray | None:
-        """Return x·u of all tokens but the first, ``[layers, tokens]``; None where it was not read."""
+        """Return x·u of all tokens, NaN for attention sinks, ``[layers, tokens]``; None where it was not read."""
         readings = self.readings
         if readings is None or name not in readings.directions or not set(layers) <= set(readings.layers):
             return None
         rows = [readings.layers.index(layer) for layer in layers]
-        return readings.projection(name)[rows][:, readings.positions > 0]
+        left_out = typical_norms(readings.norm[rows], readings.positions)[1]
+        return np.where(left_out, np.nan, readings.projection(name)[rows])
 
     def payload(self, direction: str | None, pieces: Pieces) -> dict[str, Any]:
         """Return what the page shows. Values cover positions from ``first`` on; the newest token has none yet.

@@ -105,7 +105,7 @@ def cap_range(projections: np.ndarray) -> tuple[float, float]:
     Parameters
     ----------
     projections
-        ``[layers, tokens]``; those of the first token are left out by the caller.
+        ``[layers, tokens]``; NaN for attention sinks, which do not count.
     """
     known = projections[np.isfinite(projections)]
     reach = float(np.abs(known).max()) * CAP_MARGIN if known.size else 0.0
@@ -122,8 +122,9 @@ def clipped(projections: np.ndarray, low: float | None, high: float | None) -> t
     Parameters
     ----------
     projections
-        ``[layers, tokens]``.
+        ``[layers, tokens]``; tokens of nothing but NaN, attention sinks, do not count.
     """
+    projections = projections[:, ~np.isnan(projections).all(axis=0)] if projections.ndim == 2 else projections
     outside = np.zeros(projections.shape, dtype=bool)
     if low is not None:
         outside |= projections < low

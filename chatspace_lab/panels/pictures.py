@@ -12,11 +12,13 @@ import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from chatspace_lab.panels.buffers import short, unpack
+from chatspace_lab.readings import typical_norms
 
 BLUE, RED, GREY, AMBER = (37, 99, 235), (220, 38, 38), "#888888", "#d97706"
 LINES = ("#2563eb", "#c2410c", "#15803d", "#9333ea", "#db2777", "#0e7490")
@@ -59,13 +61,24 @@ class Numbers:
             values = self.projection / self.norm
         return np.where(np.isinf(self.norm) & ~np.isnan(self.projection), np.inf, values)
 
+    @cached_property
+    def sinks(self) -> np.ndarray:
+        """Which tokens no mean and no range of colours counts, ``[layers, tokens]`` bool: attention sinks."""
+        return typical_norms(self.norm, self.first + np.arange(self.norm.shape[1]))[1]
+
+    def counted(self, layer: int) -> np.ndarray:
+        """Return x·u at a layer of the tokens that count, ``[tokens]``; empty where it was not read."""
+        row = self.along(layer)
+        return np.zeros(0) if row is None else row[~self.sinks[self.layers.index(layer)]]
+
     def per_message(self, layer: int, what: str) -> list[float]:
-        """Return the mean ``"norm"`` or ``"cosine"`` of each message, without position 0; NaN if nothing is known."""
+        """Return the mean ``"norm"`` or ``"cosine"`` of each message, without attention sinks; NaN if none is known."""
         values = self.norm if what == "norm" else self.cosines()
         if values is None or layer not in self.layers:
             return [float("nan")] * len(self.bands)
-        row = values[self.layers.index(layer)]
-        spans = [(max(band["start"], self.first, 1) - self.first, band["end"] - self.first) for band in self.bands]
+        at = self.layers.index(layer)
+        row = np.where(self.sinks[at], np.nan, values[at])
+        spans = [(max(band["start"] - self.first, 0), band["end"] - self.first) for band in self.bands]
         known = [row[start:end][np.isfinite(row[start:end])] if end > start else row[:0] for start, end in spans]
         return [float(each.mean()) if len(each) else float("nan") for each in known]
 
@@ -74,10 +87,8 @@ Sides = Mapping[str, Numbers | None]
 
 
 def largest(sides: Sides, layer: int) -> float:
-    """Return the largest finite size of x·u at a layer, of both sides and of all positions but 0."""
-    rows = [(side, side.along(layer)) for side in sides.values() if side is not None]
-    parts = [row[max(1 - side.first, 0) :] for side, row in rows if row is not None]
-    return max((_largest(part) for part in parts), default=0.0)
+    """Return the largest finite size of x·u at a layer, of both sides, attention sinks left out."""
+    return max((_largest(side.counted(layer)) for side in sides.values() if side is not None), default=0.0)
 
 
 def overflowed(values: np.ndarray) -> np.ndarray:
@@ -122,7 +133,8 @@ def projection_plot(sides: Sides, layers: Sequence[int], direction: str, pinned:
         for name, side in sides.items()
         if side is not None and (values := side.along(layer)) is not None
     ]
-    seen = np.concatenate([values[max(1 - side.first, 0) :] for _, side, _, values in rows] or [np.zeros(1)])
+    shown = layers[: len(LINES)]
+    seen = np.concatenate([side.counted(shown[index]) for _, side, index, _ in rows] or [np.zeros(1)])
     low, high = _ends(seen)
     x = _scale(first, end - 1, LEFT + 4, WIDTH - RIGHT - 4)
     y = _scale(low, high, HEIGHT - BOTTOM, TOP)
@@ -185,7 +197,7 @@ def heatmap(sides: Sides, direction: str) -> str:
         if side is not None and (values := side.cosines()) is not None and values.size
     }
     parts, top, size, wide = [], 4, 110, WIDTH - 118
-    most = max((_largest(values[:, max(1 - side.first, 0) :]) for side, values in found.values()), default=0.0)
+    most = max((_largest(values[~side.sinks]) for side, values in found.values()), default=0.0)
     for name, (side, values) in found.items():
         step = -(-values.shape[1] // wide)  # no more columns than pixels
         marked = np.where([overflowed(row) for row in values], np.inf, values)

@@ -77,6 +77,7 @@ export interface Numbers {
   layers: number[];
   norm: Float32Array[];
   projection: Float32Array[] | null;
+  sinks: boolean[][];
 }
 
 export interface Receipt {

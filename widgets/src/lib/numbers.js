@@ -29,7 +29,18 @@ export function numbersOf(answer) {
     layers: answer.layers,
     norm,
     projection: unpack(answer.projection),
+    sinks: norm.map((row) => sinksOf(row, answer.first)),
   };
+}
+
+/** A token whose norm is above this many times the lower quartile at a layer is an attention sink there, as readings.py has it. */
+const SINK = 3;
+
+/** Which tokens of a layer no mean and no range of colours counts: the one at position 0, and attention sinks. @param {Float32Array} norm @param {number} first @returns {boolean[]} */
+export function sinksOf(norm, first) {
+  const later = norm.slice(Math.max(1 - first, 0)).sort();
+  const quartile = later.some(Number.isNaN) || !later.length ? Infinity : later[Math.floor((later.length - 1) / 4)];
+  return Array.from(norm, (value, at) => first + at === 0 || (Number.isFinite(value) && value > SINK * quartile));
 }
 
 /** The index in two answers of the first token where they part; null if one is a beginning of the other, or it is no longer shown. @param {Answer} left @param {Answer} right @returns {number | null} */
@@ -48,16 +59,17 @@ export function projectionsAt(numbers, layer) {
   return at < 0 ? null : numbers.projection[at];
 }
 
-/** The largest finite size among values but that of position 0, which is many times larger. @param {(Numbers | null)[]} sides @param {number[]} layers */
+/** The largest finite size among values but those of attention sinks, which are many times larger. @param {(Numbers | null)[]} sides @param {number[]} layers */
 export function largest(sides, layers) {
   let most = 0;
   for (const numbers of sides) {
     for (const layer of layers) {
       const values = projectionsAt(numbers, layer);
       if (!values || !numbers) continue;
+      const sinks = numbers.sinks[numbers.layers.indexOf(layer)];
       for (let at = 0; at < values.length; at += 1) {
         const size = Math.abs(values[at]);
-        if (numbers.first + at > 0 && Number.isFinite(size) && size > most) most = size;
+        if (!sinks[at] && Number.isFinite(size) && size > most) most = size;
       }
     }
   }
@@ -91,10 +103,13 @@ export function leftOut(values, first, band) {
   return count;
 }
 
-/** Norm or cosine of each message at a layer: the mean over its tokens. @param {Numbers | null} numbers @param {number} layer @param {Band[]} bands @param {"norm" | "cosine"} what @returns {number[]} */
+/** Norm or cosine of each message at a layer: the mean over its tokens, attention sinks left out. @param {Numbers | null} numbers @param {number} layer @param {Band[]} bands @param {"norm" | "cosine"} what @returns {number[]} */
 export function perMessage(numbers, layer, bands, what) {
   const values = valuesOf(numbers, layer, what);
-  return bands.map((band) => (numbers && values ? bandMean(values, numbers.first, band) : NaN));
+  if (!numbers || !values) return bands.map(() => NaN);
+  const sinks = numbers.sinks[numbers.layers.indexOf(layer)];
+  const counted = values.map((value, at) => (sinks[at] ? NaN : value));
+  return bands.map((band) => bandMean(counted, numbers.first, band));
 }
 
 /** @param {Numbers | null} numbers @param {number} layer @param {"norm" | "cosine"} what @returns {Float32Array | null} */

@@ -64,7 +64,7 @@ function projectionPlot(scene) {
   for (const side of [baseline, steered]) {
     for (const layer of layers) {
       projectionsAt(side, layer)?.forEach((value, at) => {
-        if (side && side.first + at > 0 && Number.isFinite(value)) {
+        if (side && !side.sinks[side.layers.indexOf(layer)][at] && Number.isFinite(value)) {
           low = Math.min(low, value);
           high = Math.max(high, value);
         }
@@ -220,7 +220,7 @@ function heatMost(scene) {
     if (!numbers || !numbers.projection) continue;
     numbers.layers.forEach((_, index) =>
       cosines(numbers, index).forEach((value, at) => {
-        if (numbers.first + at > 0 && Number.isFinite(value) && Math.abs(value) > most) most = Math.abs(value);
+        if (!numbers.sinks[index][at] && Number.isFinite(value) && Math.abs(value) > most) most = Math.abs(value);
       }),
     );
   }
