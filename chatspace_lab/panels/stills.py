@@ -176,7 +176,7 @@ def sweep(mark: str, shown: Mapping[str, Any]) -> str:
         found = [cells.get((layer, dose)) for dose in plan["doses"]]
         lines.append(f"<tr><th>{layer}</th>{''.join(_cell(each, most) for each in found)}</tr>")
     caption = (
-        f"change of the projection on {plan['vector']} at layer {plan['read_layer']}; "
+        f"change of the projection on {plan['vector']} at layer {plan['read_layer']}, over the residual's norm there; "
         f"✕ and dashed: the answer fell apart; {run['status']}"
     )
     parts = [

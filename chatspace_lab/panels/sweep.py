@@ -40,7 +40,8 @@ PERPLEXING = 4.0
 class SweepPanel(Panel):
     """Every layer with every scale in one batch: ``lab.sweep_panel()`` as the last line of a cell.
 
-    Colour is what a run does to the projection on its vector at one layer, beside the unsteered answer; hatched runs
+    Colour is what a run does to the projection on its vector at one layer, beside the unsteered answer and relative to
+    the residual stream's norm there; hatched runs
     have fallen apart. A click shows the text. The session's steering is left out.
 
     Parameters
@@ -269,7 +270,7 @@ class SweepPanel(Panel):
         nothing = 0.0 if plan["operation"] == "add" else 1.0
         cells = lay_out(self._lab.model, plan["layers"][:1], vector, [nothing], plan["operation"])
         [row] = (await self._grid(messages, sampling, plan, cells).run()).to_dict("records")
-        return {key: plain(row[key]) for key in ("text", "projection", "perplexity", "repetition")}
+        return {key: plain(row[key]) for key in ("text", "projection", "relative", "perplexity", "repetition")}
 
     def _draw(self, grid: Grid, plan: dict[str, Any], reference: dict[str, Any]) -> None:
         frame = grid.frame()
@@ -288,7 +289,8 @@ def cell_of(
 
     Of its text the page has at most ``most`` characters, and says so.
 
-    ``effect`` is the projection beside that of the unsteered answer; ``broken`` whether the answer has fallen apart, by
+    ``effect`` is the projection beside that of the unsteered answer, relative to the mean residual norm at the layer
+    where it is read; ``broken`` whether the answer has fallen apart, by
     repetition or by its perplexity under the unsteered model.
     """
     text = row["text"]
@@ -296,7 +298,7 @@ def cell_of(
     repetition, perplexity, usual = row["repetition"], row["perplexity"], reference["perplexity"]
     repetitive = not math.isnan(repetition) and repetition >= REPETITIVE
     perplexing = usual is not None and not math.isnan(perplexity) and perplexity >= PERPLEXING * max(usual, 1.0)
-    effect = math.nan if reference["projection"] is None else row["projection"] - reference["projection"]
+    effect = math.nan if reference["relative"] is None else row["relative"] - reference["relative"]
     return {
         "layer": int(row["layer"]),
         "dose": dose,

@@ -11,8 +11,10 @@ import torch
 from chatspace_lab import AblationSpec, AddSpec, LayerSteeringSpec, ProjectionCapSpec, SteeringSpec
 from chatspace_lab.analysis import (
     Direction,
+    attention_sinks,
     dose_frame,
     dose_of_scale,
+    layer_frame,
     level_of,
     perplexity,
     repetition,
@@ -43,6 +45,17 @@ def test_the_first_token_and_the_answer_do_not_count() -> None:
         residual_norms(handle([[[1.0], [1.0]]], prompt=[1], answer=[2, 3]))
     with pytest.raises(AnalysisError, match=r"layer 3: the residual norm is 0\.0"):
         residual_norms({3: 0.0})
+
+
+def test_attention_sinks_count_nowhere_and_can_be_asked_for() -> None:
+    rows = [[90.0, 0.0], [2000.0, 0.0], [3.0, 4.0], [0.0, 4.0], [6.0, 0.0], [0.0, 5.0], [70.0, 0.0]]
+    made = handle([rows], prompt=[1, 1, 2, 3, 4, 5, 6], answer=[7], layers=(2,))
+    assert residual_norms(made) == {2: 5.0}
+    found = attention_sinks(made)
+    assert found["position"].tolist() == [0, 1, 6]
+    assert found["times"].tolist() == [18.0, 400.0, 14.0]
+    assert layer_frame(token_frame(made))[["tokens", "norm"]].to_numpy().tolist() == [[4, 5.0]]
+    assert layer_frame(token_frame(made), first_token=True)["tokens"].tolist() == [7]
 
 
 def test_both_ways() -> None:

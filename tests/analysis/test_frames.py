@@ -266,3 +266,19 @@ def test_a_real_capture(model: VLLMSteerModel, hf: Oracle) -> None:
     assert layer_10["label"].tolist()[-2:] == ["0 user", "answer"]
     user = wanted[10][torch.from_numpy(token_rows(made, 0))]
     assert layer_10["norm_of_mean"].tolist()[-2] == pytest.approx(float(user.mean(dim=0).norm()), rel=1e-4)
+
+
+def test_a_message_with_a_sink_is_compared_by_its_other_tokens() -> None:
+    plain = [[9.0, 9.0], [3.0, 4.0], [4.0, 3.0], [4.0, 3.0], [5.0, 0.0], [4.0, 3.0], [3.0, 4.0]]
+    outlier = [*plain[:3], [-2000.0, 100.0], *plain[4:]]
+    one, other = (chat(rows=[rows]) for rows in (plain, outlier))
+    assert message_means(other, 3)["1 user"].tolist() == [4.0, 3.0]
+    pd.testing.assert_series_equal(message_cosines(one)["cosine"], message_cosines(other)["cosine"])
+    assert message_frame(other).set_index("label").loc["1 user", ["tokens", "left_out", "norm"]].tolist() == [2, 1, 5.0]
+
+
+def test_cosines_of_vectors_whose_squares_overflow() -> None:
+    vectors = {"a": np.array([1e200, 1e200]), "b": np.array([1e-200, 1e-200]), "c": np.array([np.inf, 1.0])}
+    found = cosine_frame(vectors).pivot(index="first", columns="second", values="cosine")
+    assert found.loc["a", ["a", "b"]].tolist() == pytest.approx([1.0, 1.0])
+    assert found["c"].isna().all()

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from chatspace_lab import AddSpec, CaptureHandle, SteeringSpec, Where
+from chatspace_lab import AddSpec, CaptureHandle, LayerSteeringSpec, ProjectionCapSpec, SteeringSpec, Where
 from chatspace_lab.engine.live import LiveReader
 from chatspace_lab.engine.model import VLLMSteerModel
 from chatspace_lab.engine.stream import StreamDelta
 from chatspace_lab.errors import CaptureClosedError, CaptureError, RequestError, SteeringError, WorkerError
+from chatspace_lab.readings import cosines, mean_without, pool_rows, read_rows, sinks
 from chatspace_lab.steering.directions import DirectionSet
 from tests.conftest import held, wait_until
 
@@ -65,6 +66,53 @@ def test_readings_in_the_worker_equal_those_of_fetched_rows(model: VLLMSteerMode
             handle.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1e20, 3e29])
+def test_numbers_whose_squares_are_beyond_float32_are_right(model: VLLMSteerModel, scale: float) -> None:
+    u = direction(1, model.hidden_size).double()
+    unit, last = (u / u.norm()).float(), model.layer_count - 1
+    # Nothing but what is added is left in the stream at the last layer: its norm is known.
+    spec = SteeringSpec({last: LayerSteeringSpec(operations=[ProjectionCapSpec(unit, 0.0, 0.0), AddSpec(unit, scale)])})
+
+    async def main() -> None:
+        _, [handle] = await model.generate("The river", max_tokens=1, steering=spec, capture_layers=[last])
+        async with handle:
+            [away] = await model.read_captures([handle], {"d": 7 * unit})
+            mean = await handle.pool("mean")
+            await handle.fetch()
+            [here] = await model.read_captures([handle], {"d": 7 * unit})
+            rows = handle.hidden(last).double()
+        for found in (away, here):
+            np.testing.assert_allclose(found.norm[0], rows.norm(dim=-1), rtol=1e-5)
+            np.testing.assert_allclose(found.cosine("d")[0], (rows @ unit.double()) / rows.norm(dim=-1), atol=1e-5)
+            if scale > 1:
+                np.testing.assert_allclose(found.norm[0], scale, rtol=1e-3)
+                np.testing.assert_allclose(found.cosine("d")[0], 1.0, rtol=1e-3)
+        assert torch.isfinite(mean).all()
+        torch.testing.assert_close(mean[0].double(), rows.mean(dim=0), rtol=1e-5, atol=1e-4 * max(scale, 1.0))
+
+    asyncio.run(main())
+
+
+def test_a_number_beyond_float32_makes_a_cosine_unknown_and_no_zero() -> None:
+    rows = torch.stack([torch.full((8,), 3e38), torch.full((8,), 3e-30), torch.zeros(8), torch.full((8,), torch.inf)])
+    unit = np.zeros((1, 1, 8), dtype=np.float32)
+    unit[..., 0] = 1.0
+    values = read_rows(rows[None], unit)[0]
+    assert values[0].tolist() == [np.inf, pytest.approx(3e38)]
+    assert values[1].tolist() == pytest.approx([3e-30 * 8**0.5, 3e-30], rel=1e-5)
+    cosine = cosines(values[:, 1], values[:, 0])
+    assert np.isnan(cosine[[0, 2, 3]]).all()
+    assert cosine[1] == pytest.approx(8**-0.5)
+    assert pool_rows(rows[None, :1].repeat(1, 3, 1), "mean").tolist() == [[pytest.approx(3e38)] * 8]
+
+
+def test_a_mean_that_leaves_out_sinks_hides_nothing_that_is_not_finite() -> None:
+    norms = np.array([[5.0, 4.0, 900.0, 6.0, 5.0], [5.0, np.inf, 900.0, 6.0, 5.0], [5.0, np.nan, 900.0, 6.0, 5.0]])
+    assert sinks(norms).tolist() == [[at == 2 and row < 2 for at in range(5)] for row in range(3)]
+    assert not sinks(np.array([[20000.0, 20100.0]])).any()  # of nothing else there is nothing to leave out
+    assert mean_without(norms, sinks(norms)).tolist() == [5.0, np.inf, pytest.approx(np.nan, nan_ok=True)]
 
 
 @pytest.mark.parametrize("where", ["all", "answer", Where.messages(1)])

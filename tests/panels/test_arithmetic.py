@@ -159,17 +159,17 @@ def test_a_sweeps_cell_says_what_changed_and_whether_it_holds_together() -> None
         "scale": 2.0,
         "dose": 0.4999,
         "text": "t",
-        "projection": 5.0,
+        "relative": 0.5,
         "perplexity": 9.0,
         "repetition": 0.1,
         "tokens": 4,
     }
-    usual = {"projection": 2.0, "perplexity": 3.0}
+    usual = {"relative": 0.2, "perplexity": 3.0}
     cell = cell_of(row, row["dose"], [0.25, 0.5], usual)
-    assert (cell["dose"], cell["effect"], cell["broken"]) == (0.5, 3.0, False)
+    assert (cell["dose"], cell["effect"], cell["broken"]) == (0.5, pytest.approx(0.3), False)
     assert cell_of({**row, "text": "x" * 9}, 0.5, [0.5], usual, 4)["text"].startswith("xxxx … (the whole")
     assert cell_of({**row, "text": "x" * 4}, 0.5, [0.5], usual, 4)["text"] == "xxxx"
     assert cell_of({**row, "perplexity": 12.0}, 0.5, [0.5], usual)["broken"]
     assert cell_of({**row, "repetition": 0.5}, 0.5, [0.5], usual)["broken"]
-    empty = cell_of({**row, "projection": math.nan, "perplexity": math.nan, "repetition": math.nan}, 0.5, [0.5], usual)
+    empty = cell_of({**row, "relative": math.nan, "perplexity": math.nan, "repetition": math.nan}, 0.5, [0.5], usual)
     assert (empty["effect"], empty["perplexity"], empty["broken"]) == (None, None, False)

@@ -170,7 +170,7 @@ function render({ model, el }) {
       });
     });
     const focused = document.activeElement instanceof SVGElement && grid.contains(document.activeElement) ? document.activeElement.getAttribute("aria-label") : null;
-    fill(grid, s("svg", { viewBox: `0 0 ${width} ${height}`, width, height, class: "cl-plot cl-sweep-plot", style: `width:${width}px;max-width:100%`, role: "group", "aria-label": "effect by layer and dose" }, ...parts), ...(top > 0 ? [colourLegend(top, `change of the projection on ${plan.vector} at layer ${plan.read_layer}; hatched: the answer fell apart (repeats itself, or surprises the unsteered model)`)] : []));
+    fill(grid, s("svg", { viewBox: `0 0 ${width} ${height}`, width, height, class: "cl-plot cl-sweep-plot", style: `width:${width}px;max-width:100%`, role: "group", "aria-label": "effect by layer and dose" }, ...parts), ...(top > 0 ? [colourLegend(top, `change of the projection on ${plan.vector} at layer ${plan.read_layer}, over the residual's norm there; hatched: the answer fell apart (repeats itself, or surprises the unsteered model)`)] : []));
     if (focused) for (const each of grid.querySelectorAll("[role=button]")) if (each.getAttribute("aria-label") === focused && each instanceof SVGElement) each.focus();
   }
 
