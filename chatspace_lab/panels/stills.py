@@ -169,14 +169,15 @@ def sweep(mark: str, shown: Mapping[str, Any]) -> str:
     cells = {(cell["layer"], cell["dose"]): cell for cell in shown["cells"]}
     whole = [abs(cell["effect"] or 0.0) for cell in cells.values() if not cell["broken"]]
     most = max(whole or [abs(cell["effect"] or 0.0) for cell in cells.values()], default=0.0)
-    unit = "dose" if plan["operation"] == "add" else "keep"
+    unit = {"add": "dose", "ablate": "keep", "cap": plan.get("bound")}[plan["operation"]]
     heads = "".join(f"<th>{unit} {short(dose)}</th>" for dose in plan["doses"])
     lines = []
     for layer in sorted(plan["layers"], reverse=True):
         found = [cells.get((layer, dose)) for dose in plan["doses"]]
         lines.append(f"<tr><th>{layer}</th>{''.join(_cell(each, most) for each in found)}</tr>")
     caption = (
-        f"change of the projection on {plan['vector']} at layer {plan['read_layer']}, over the residual's norm there; "
+        f"x·u along {plan['vector']} of the answer's text, as the unsteered model reads it at layer "
+        f"{plan['read_layer']}, beside the unsteered answer; 1 is the standard deviation on plain text; "
         f"✕ and dashed: the answer fell apart; {run['status']}"
     )
     parts = [

@@ -15,19 +15,22 @@ from chatspace_lab.panels import stills
 from chatspace_lab.panels.asked import Sampling
 from chatspace_lab.panels.base import Panel, sentence, static
 from chatspace_lab.panels.vectors import layers_with, snapshot, usable, variables
-from chatspace_lab.session.sweep import Cell, Grid, lay_out
+from chatspace_lab.session.measure import plain_projections
+from chatspace_lab.session.sweep import BOUNDS, Cell, Grid, lay_out, vector_at
 from chatspace_lab.steering.program import check_layer
 from chatspace_lab.steering.vectors import as_list, as_number
 
 if TYPE_CHECKING:
     import pandas as pd
+    import torch
 
     from chatspace_lab.session.lab import LabSession
 
 POLL_S = 0.15
 """The grid is drawn at most this often."""
-VALUES = {"add": (-1.0, -0.5, -0.25, 0.25, 0.5, 1.0), "ablate": (0.0, 0.5)}
-"""What is swept at first: doses that are added, or how much of the component is kept."""
+VALUES = {"add": (-1.0, -0.5, -0.25, 0.25, 0.5, 1.0), "ablate": (0.0, 0.5), "cap": (-0.4, -0.2, 0.0, 0.2)}
+"""What is swept at first: doses that are added, how much of the component is kept, or bounds in doses."""
+READ = ("projection", "relative", "text_projection")
 SAMPLING = ("max_tokens", "seed", "temperature")
 MAX_CHARACTERS = 200_000
 """Of all texts of a grid in the page."""
@@ -40,9 +43,10 @@ PERPLEXING = 4.0
 class SweepPanel(Panel):
     """Every layer with every scale in one batch: ``lab.sweep_panel()`` as the last line of a cell.
 
-    Colour is what a run does to the projection on its vector at one layer, beside the unsteered answer and relative to
-    the residual stream's norm there; hatched runs
-    have fallen apart. A click shows the text. The session's steering is left out.
+    Colour is what a run does to its text: the unsteered model reads the answer, and its mean x·u at one layer is
+    compared with that of the unsteered answer, in standard deviations of x·u on plain text. What is added is not in it,
+    so late layers do not look stronger for having longer activations. Hatched runs have fallen apart. A click shows the
+    text. The session's steering is left out.
 
     Parameters
     ----------
@@ -55,10 +59,12 @@ class SweepPanel(Panel):
     layers
         All, with None.
     doses
-        Of the added vector; dose 1 is the residual's mean norm at that layer on this prompt. If ``panel.state`` says
-        ``"ablate"`` for ``"operation"``, in place of doses the factors on the component.
+        Of the added vector; dose 1 is the residual's mean norm at that layer on this prompt. With ``"cap"`` the bounds,
+        as doses; with ``"ablate"`` the factors on the component.
+    operation, bound
+        ``"add"``, ``"ablate"`` or ``"cap"``, and which bound a cap has: ``"min"`` or ``"max"``.
     read_layer
-        Where the effect is read; None is the last but one.
+        Where answers are read; None is the last but one.
 
     Attributes
     ----------
@@ -83,7 +89,9 @@ class SweepPanel(Panel):
         *,
         vector: str | None = None,
         layers: int | Sequence[int] | None = None,
-        doses: Sequence[float] = VALUES["add"],
+        doses: Sequence[float] | None = None,
+        operation: str = "add",
+        bound: str = "max",
         read_layer: int | None = None,
         max_tokens: int = 32,
         seed: int = 7,
@@ -91,10 +99,11 @@ class SweepPanel(Panel):
         **traits: Any,
     ) -> None:
         plan = {
-            "operation": "add",
+            "operation": operation,
+            "bound": bound,
             "vector": vector,
             "layers": range(lab.layer_count) if layers is None else layers,
-            "doses": doses,
+            "doses": VALUES.get(operation, ()) if doses is None else doses,
             "read_layer": max(lab.layer_count - 2, 0) if read_layer is None else read_layer,
             "prompt": "Tell me about rivers." if prompt is None else prompt,
             "max_tokens": max_tokens,
@@ -216,7 +225,8 @@ class SweepPanel(Panel):
         try:
             await self._fill(number, plan, vector)
         except asyncio.CancelledError:
-            self._tell(number, "stopped", done=len(self.cells), total=self.run.get("total", 0))
+            kept = {name: self.run.get(name) for name in ("total", "reference")}
+            self._tell(number, "stopped", done=len(self.cells), **kept)
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, the user must see it
             self._show_error(error)
@@ -227,10 +237,12 @@ class SweepPanel(Panel):
     async def _fill(self, number: int, plan: dict[str, Any], vector: Any) -> None:
         messages, sampling, layers = _messages(plan), _sampling(plan), list(plan["layers"])
         await self._lab.aio.measure(messages)
-        reference = await self._reference(messages, vector, plan, sampling)
+        reader = reader_of(vector, plan["read_layer"], self._lab.hidden_size)
+        reference = await self._reference(messages, vector, plan, sampling, reader)
         facts = {"total": len(layers) * len(plan["doses"]), "reference": reference}
         self._tell(number, "running", done=0, **facts)
-        grid = self._grid(messages, sampling, plan, self._cells(layers, vector, plan))
+        cells = self._cells(layers, vector, plan)
+        grid = self._grid(messages, sampling, plan, cells, plan["operation"], reader)
         run = asyncio.ensure_future(grid.run())
         try:
             while not run.done():
@@ -243,40 +255,57 @@ class SweepPanel(Panel):
             self._draw(grid, plan, reference)
 
     def _cells(self, layers: Sequence[int], vector: Any, plan: dict[str, Any]) -> list[Cell]:
-        model, values = self._lab.model, plan["doses"]
-        if plan["operation"] != "add":
-            return lay_out(model, layers, vector, values, plan["operation"])
-        cells = lay_out(model, layers, vector, None, "add", values)
-        return [cell.scaled(cell.bound.value * self._lab.aio.norms[cell.layer]) for cell in cells]
+        model, values, operation = self._lab.model, plan["doses"], plan["operation"]
+        if operation == "ablate":
+            return lay_out(model, layers, vector, values, operation)
+        cells = lay_out(model, layers, vector, None, operation, values, plan["bound"])
+        return [cell.scaled(cell.bound.at(cell.layer, self._lab.aio.norms, {}), operation) for cell in cells]
 
-    def _grid(self, messages: Any, sampling: dict[str, Any], plan: dict[str, Any], cells: Sequence[Cell]) -> Grid:
+    def _grid(
+        self,
+        messages: Any,
+        sampling: dict[str, Any],
+        plan: dict[str, Any],
+        cells: Sequence[Cell],
+        operation: str,
+        reader: tuple[int, torch.Tensor],
+    ) -> Grid:
         lab = self._lab
         [prompt] = lab.model.prepare(messages, chat=True, **sampling)
         return Grid(
             lab.model,
             [prompt],
             cells,
-            operation=plan["operation"],
+            operation=operation,
+            bound=plan["bound"],
             read_layer=plan["read_layer"],
             norms=lab.aio.norms,
             perplexity=True,
+            reader=reader,
             sampling=sampling,
         )
 
     async def _reference(
-        self, messages: Any, vector: Any, plan: dict[str, Any], sampling: dict[str, Any]
+        self,
+        messages: Any,
+        vector: Any,
+        plan: dict[str, Any],
+        sampling: dict[str, Any],
+        reader: tuple[int, torch.Tensor],
     ) -> dict[str, Any]:
-        """Return the unsteered answer, its projection on the vector, and its perplexity."""
-        nothing = 0.0 if plan["operation"] == "add" else 1.0
-        cells = lay_out(self._lab.model, plan["layers"][:1], vector, [nothing], plan["operation"])
-        [row] = (await self._grid(messages, sampling, plan, cells).run()).to_dict("records")
-        return {key: plain(row[key]) for key in ("text", "projection", "relative", "perplexity", "repetition")}
+        """Return the unsteered answer with its projections and perplexity, and the spread of x·u on plain text."""
+        model, (layer, unit) = self._lab.model, reader
+        cells = lay_out(model, plan["layers"][:1], vector, [0.0], "add")
+        [row] = (await self._grid(messages, sampling, plan, cells, "add", reader).run()).to_dict("records")
+        spread = float((await plain_projections(model, {layer: unit}))[layer].std())
+        found = {name: plain(row[name]) for name in ("text", *READ, "perplexity", "repetition")}
+        return {**found, "spread": plain(spread) or None}
 
     def _draw(self, grid: Grid, plan: dict[str, Any], reference: dict[str, Any]) -> None:
         frame = grid.frame()
         if len(frame):
             self.frame = frame
-            value = "dose" if plan["operation"] == "add" else "scale"
+            value = "scale" if plan["operation"] == "ablate" else "dose"
             most = MAX_CHARACTERS // (len(plan["layers"]) * len(plan["doses"]))
             rows = frame.to_dict("records")
             self.cells = [cell_of(row, row[value], plan["doses"], reference, most) for row in rows]
@@ -289,27 +318,41 @@ def cell_of(
 
     Of its text the page has at most ``most`` characters, and says so.
 
-    ``effect`` is the projection beside that of the unsteered answer, relative to the mean residual norm at the layer
-    where it is read; ``broken`` whether the answer has fallen apart, by
-    repetition or by its perplexity under the unsteered model.
+    ``effect`` is x·u of the text as the unsteered model reads it, beside that of the unsteered answer and in units of
+    the spread on plain text; ``inside`` is x·u in the run itself beside the unsteered run's, over the residual norm at
+    the reading layer. ``broken`` is whether the answer has fallen apart, by repetition or by its perplexity under the
+    unsteered model. A row without ``text_projection`` is compared by what is read inside.
     """
     text = row["text"]
     dose = min(doses, key=lambda each: abs(each - value))
     repetition, perplexity, usual = row["repetition"], row["perplexity"], reference["perplexity"]
     repetitive = not math.isnan(repetition) and repetition >= REPETITIVE
     perplexing = usual is not None and not math.isnan(perplexity) and perplexity >= PERPLEXING * max(usual, 1.0)
-    effect = math.nan if reference["relative"] is None else row["relative"] - reference["relative"]
+    read = "text_projection" if "text_projection" in row else "relative"
     return {
         "layer": int(row["layer"]),
         "dose": dose,
         "scale": plain(row["scale"]),
         "text": text if len(text) <= most else f"{text[:most]} … (the whole is in the panel's frame)",
-        "effect": plain(effect),
+        "effect": plain(_beyond(row, reference, read) / (reference.get("spread") or 1.0)),
+        "inside": plain(_beyond(row, reference, "relative")),
         "perplexity": plain(perplexity),
         "repetition": plain(repetition),
         "tokens": int(row["tokens"]),
         "broken": bool(repetitive or perplexing),
     }
+
+
+def _beyond(row: Mapping[str, Any], reference: Mapping[str, Any], name: str) -> float:
+    usual = reference.get(name)
+    return math.nan if usual is None or name not in row else float(row[name] - usual)
+
+
+def reader_of(vector: Any, layer: int, hidden_size: int) -> tuple[int, torch.Tensor]:
+    """Return a layer with the vector that is read along there: its own, or that of the nearest layer which has one."""
+    known = layers_with(vector)
+    nearest = layer if known is None else min(known, key=lambda each: abs(each - layer))
+    return layer, vector_at(vector, nearest, hidden_size, "sweep")
 
 
 def _messages(plan: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -331,6 +374,8 @@ def _checked(plan: Mapping[str, Any], lab: LabSession) -> dict[str, Any]:
     found = dict(plan)
     if plan.get("operation", "add") not in VALUES:
         raise RequestError(f"sweep: operation is one of {', '.join(VALUES)}, got {plan['operation']!r}")
+    if plan.get("bound", "max") not in BOUNDS:
+        raise RequestError(f"sweep: bound is one of {', '.join(BOUNDS)}, got {plan['bound']!r}")
     if not isinstance(plan.get("vector", ""), str | None):
         raise RequestError(f"sweep: vector is a name or None, got {type(plan['vector']).__name__}")
     prompt = plan.get("prompt", "a text")

@@ -15,12 +15,13 @@ from chatspace_lab.engine.model import VLLMSteerModel
 from chatspace_lab.engine.requests import Prompt
 from chatspace_lab.engine.together import together
 from chatspace_lab.errors import RequestError, SteeringError
-from chatspace_lab.readings import mean_without, sinks
+from chatspace_lab.readings import Readings, mean_without, sinks
 from chatspace_lab.session.measure import Bound
 from chatspace_lab.steering.directions import at_layer
 from chatspace_lab.steering.program import check_layer
 from chatspace_lab.steering.specs import AblationSpec, AddSpec, ProjectionCapSpec, SteeringSpec
 from chatspace_lab.steering.vectors import as_list, as_number, as_vector
+from chatspace_lab.steering.where import Where
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -75,6 +76,9 @@ class Grid:
         Mean residual norm per layer on the prompts; doses are relative to it.
     score
         From an answer's text to a number, or None.
+    reader
+        A layer and a vector: the unsteered model reads each answer again after its prompt, and the frame has the mean
+        of x·u there as ``text_projection``: not what was added, only what it did to the text. Needs ``perplexity``.
     sampling
         Of every run.
     """
@@ -91,11 +95,12 @@ class Grid:
         norms: Mapping[int, float],
         perplexity: bool,
         score: Callable[[str], float] | None = None,
+        reader: tuple[int, torch.Tensor] | None = None,
         sampling: dict[str, Any],
     ) -> None:
         self._model, self._prompts, self._cells = model, list(prompts), list(cells)
         self._operation, self._bound, self._read_layer, self._norms = operation, bound, read_layer, norms
-        self._perplexity, self._score, self._sampling = perplexity, score, sampling
+        self._perplexity, self._score, self._reader, self._sampling = perplexity, score, reader, sampling
         self._rows: dict[tuple[int, int], tuple[Any, ...]] = {}
 
     async def run(self) -> pd.DataFrame:
@@ -129,14 +134,15 @@ class Grid:
             readings = await handle.read({"v": cell.vector})
         answer = output.outputs[0]
         tokens = list(answer.token_ids)
-        projection = float(mean_without(readings.projection("v"), sinks(readings.norm))[0])
+        projection = _mean_projection(readings)
+        unsteered = await self._reread(prompt.token_ids, tokens) if self._perplexity else (math.nan, math.nan)
         row = (
             cell.layer,
             cell.scale,
             self._dose(cell),
             answer.text,
             projection,
-            await self._perplexity_of(prompt.token_ids, tokens) if self._perplexity else math.nan,
+            unsteered[0],
             repetition(tokens),
             len(tokens),
             answer.finish_reason,
@@ -144,7 +150,7 @@ class Grid:
             prompt_index,
         )
         scores = () if self._score is None else (await self._scored(self._score, answer.text),)
-        self._rows[index, prompt_index] = (*row, *scores)
+        self._rows[index, prompt_index] = (*row, *scores, *(() if self._reader is None else unsteered[1:]))
 
     @staticmethod
     async def _scored(score: Callable[[str], float], text: str) -> float:
@@ -153,38 +159,47 @@ class Grid:
         except Exception as error:
             raise RequestError(f"sweep: score failed for the answer {text[:60]!r}: {error!r}") from error
 
-    async def _perplexity_of(self, prompt: Sequence[int], answer: list[int]) -> float:
-        """Return the perplexity of the answer, given the prompt, without any steering.
+    async def _reread(self, prompt: Sequence[int], answer: list[int]) -> tuple[float, float]:
+        """Return the perplexity of the answer, given the prompt, without any steering, and the reader's mean of x·u.
 
         Scoring generates a token that does not count; an answer that fills the model's whole context is scored without
         its last token.
         """
         ids = [*prompt, *answer][: self._model.max_model_len - 1]
-        [output] = await self._model.generate(
-            {"prompt_token_ids": ids},
-            steering=SteeringSpec.none(),
-            raw_output=True,
-            temperature=0.0,
-            max_tokens=1,
-            prompt_logprobs=0,
-            detokenize=False,
-        )
-        return perplexity(output.prompt_logprobs[at][ids[at]].logprob for at in range(len(prompt), len(ids)))
+        options: dict[str, Any] = {"steering": SteeringSpec.none(), "raw_output": True, "detokenize": False}
+        options |= {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0}
+        projection = math.nan
+        if self._reader is None or len(ids) == len(prompt):
+            [output] = await self._model.generate({"prompt_token_ids": ids}, **options)
+        else:
+            layer, vector = self._reader
+            options |= {"capture_layers": [layer], "capture_where": Where.span(len(prompt), len(ids))}
+            [output], [handle] = await self._model.generate({"prompt_token_ids": ids}, **options)
+            async with handle:
+                projection = _mean_projection(await handle.read({"v": vector}))
+        logprobs = (output.prompt_logprobs[at][ids[at]].logprob for at in range(len(prompt), len(ids)))
+        return perplexity(logprobs), projection
 
     def frame(self) -> pd.DataFrame:
         """Return the finished runs, in the order of the grid."""
         rows = [self._rows[key] for key in sorted(self._rows)]
         planned = len(self._cells) * len(self._prompts)
-        frame = frame_of(rows, planned=planned, scored=self._score is not None)
+        frame = frame_of(rows, planned=planned, scored=self._score is not None, read=self._reader is not None)
         frame.attrs["norms"] = {layer: float(norm) for layer, norm in self._norms.items()}
         return frame
 
 
-def frame_of(rows: Sequence[tuple[Any, ...]], *, planned: int, scored: bool = False) -> pd.DataFrame:
-    """Return runs of a grid as a frame, of so many that are planned; with a column ``score`` if they are scored."""
+def _mean_projection(readings: Readings) -> float:
+    return float(mean_without(readings.projection("v"), sinks(readings.norm))[0])
+
+
+def frame_of(
+    rows: Sequence[tuple[Any, ...]], *, planned: int, scored: bool = False, read: bool = False
+) -> pd.DataFrame:
+    """Return runs of a grid as a frame, of so many that are planned; ``score`` and ``text_projection`` if asked for."""
     import pandas as pd
 
-    frame = pd.DataFrame(rows, columns=[*COLUMNS, *(["score"] if scored else [])])
+    frame = pd.DataFrame(rows, columns=[*COLUMNS, *["score"] * scored, *["text_projection"] * read])
     frame.attrs["planned"] = planned
     return frame
 

@@ -167,6 +167,10 @@ def test_a_sweeps_cell_says_what_changed_and_whether_it_holds_together() -> None
     usual = {"relative": 0.2, "perplexity": 3.0}
     cell = cell_of(row, row["dose"], [0.25, 0.5], usual)
     assert (cell["dose"], cell["effect"], cell["broken"]) == (0.5, pytest.approx(0.3), False)
+    read = {**row, "projection": 90.0, "relative": 0.75, "text_projection": 7.0}
+    unsteered = {**usual, "relative": 0.25, "text_projection": 1.0, "spread": 4.0}
+    cell = cell_of(read, 0.5, [0.5], unsteered)
+    assert (cell["effect"], cell["inside"]) == (1.5, 0.5), "of the text, not of what was added"
     assert cell_of({**row, "text": "x" * 9}, 0.5, [0.5], usual, 4)["text"].startswith("xxxx … (the whole")
     assert cell_of({**row, "text": "x" * 4}, 0.5, [0.5], usual, 4)["text"] == "xxxx"
     assert cell_of({**row, "perplexity": 12.0}, 0.5, [0.5], usual)["broken"]

@@ -339,3 +339,57 @@ def test_a_closed_panel_stops_and_says_so(lab: LabSession, v: torch.Tensor) -> N
         with pytest.raises(RequestError, match="this panel was closed"):
             call()
     lab.vectors.clear()
+
+
+def test_a_sweep_colours_what_the_text_says_and_not_what_was_added(lab: LabSession) -> None:
+    """Along a random vector, doses too small to change a text have no effect at any layer, however late."""
+    lab.vectors["u"] = torch.randn(lab.hidden_size, generator=torch.Generator().manual_seed(6))
+    layers = [2, lab.layer_count - 2]
+    sweep = lab.sweep_panel("Name a river.", vector="u", layers=layers, doses=[0.001, 1.0], max_tokens=6)
+    sweep.start()
+    sweep.wait(60)
+    cells = {(each["layer"], each["dose"]): each for each in sweep.cells}
+    frame = sweep.frame.set_index(["layer", "dose"]) if sweep.frame is not None else None
+    reference = sweep.run["reference"]
+    for layer in layers:
+        small = cells[layer, 0.001]
+        assert small["text"] == reference["text"]
+        assert small["effect"] == pytest.approx(0, abs=1e-3)
+    late = cells[layers[1], 1.0]
+    assert late["inside"] > 0.3  # there it is, in the run, but not in the text
+    assert abs(late["effect"]) < 3
+    # the number itself, from a capture of the text
+    assert frame is not None
+    ids = [*lab.model.prepare(RIVERS, chat=True)[0].token_ids]
+    answer_ids = lab.tokenizer(late["text"], add_special_tokens=False)["input_ids"]
+    _, [handle] = lab.generate(
+        {"prompt_token_ids": [*ids, *answer_ids]}, max_tokens=1, temperature=0.0, steering=SteeringSpec.none(),
+        capture_layers=[lab.layer_count - 2],
+    )  # fmt: skip
+    lab.fetch_captures_batch([handle])
+    rows = handle.hidden(lab.layer_count - 2)[len(ids) :].float()
+    unit = lab.vectors["u"] / lab.vectors["u"].norm()
+    wanted = (rows @ unit).mean().item()
+    handle.close()
+    found = frame["text_projection"].iloc[-1]
+    assert found == pytest.approx(wanted, rel=0.05, abs=0.05 * rows.norm(dim=1).mean().item())
+    sweep.close()
+    lab.vectors.clear()
+
+
+@pytest.mark.parametrize("bound", ["min", "max"])
+def test_a_sweep_caps_with_bounds_in_doses(lab: LabSession, v: torch.Tensor, bound: str) -> None:
+    lab.vectors["v"] = v
+    sweep = lab.sweep_panel(
+        "Name a river.", vector="v", layers=[5, 8], doses=[-0.1, 0.4], operation="cap", bound=bound, max_tokens=4
+    )
+    sweep.start()
+    sweep.wait(60)
+    wanted = lab.sweep(
+        RIVERS, [5, 8], v, doses=[-0.1, 0.4], operation="cap", bound=bound, max_tokens=4, temperature=0.0, seed=7
+    )
+    assert [each["text"] for each in sweep.cells] == wanted["text"].tolist()
+    assert [each["scale"] for each in sweep.cells] == pytest.approx(wanted["scale"].tolist())
+    assert [each["dose"] for each in sweep.cells] == [-0.1, 0.4, -0.1, 0.4]
+    sweep.close()
+    lab.vectors.clear()

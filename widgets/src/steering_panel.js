@@ -8,7 +8,7 @@ import { largest, numbersOf, overflowed, parting, projectionsAt } from "./lib/nu
 import { followOutputs } from "./lib/outputs.js";
 import { colourLegend, drawPlot } from "./lib/plots.js";
 import { rowView } from "./lib/row.js";
-import { short } from "./lib/scales.js";
+import { levelOf, short, WARNING } from "./lib/scales.js";
 
 /** @typedef {import("./types").Answer} Answer */
 /** @typedef {import("./types").Model} Model */
@@ -118,11 +118,12 @@ function render({ model, el }) {
     });
   }
   const where = h("span", { class: "cl-where" }, "applies to: ", h("label", {}, prompt, " prompt"), h("label", {}, answer, " answer"), whereNote);
+  const warning = h("div", { class: "cl-warning", role: "status", hidden: true });
   const demo = h("button", { type: "button", class: "cl-small" }, "make the demo vector");
   demo.addEventListener("click", () => tell({ kind: "demo" }));
   const hintText = h("span");
   const hint = h("div", { class: "cl-hint", hidden: true }, hintText, demo);
-  const vectors = h("section", { class: "cl-vectors", "aria-label": "vectors" }, rowsBox, hint, h("div", { class: "cl-add" }, source, add, form, h("span", { class: "cl-space" }), where), built);
+  const vectors = h("section", { class: "cl-vectors", "aria-label": "vectors" }, rowsBox, warning, hint, h("div", { class: "cl-add" }, source, add, form, h("span", { class: "cl-space" }), where), built);
 
   /** Rows as they are to be shown: the kernel's, with edits that it has not answered yet. @returns {Row[]} */
   function shownRows() {
@@ -168,6 +169,10 @@ function render({ model, el }) {
       each.update(row, known.get(row.vector) ?? null);
     });
     const steered = new Set(rows.filter((row) => !row.muted).flatMap((row) => row.layers));
+    const strong = rows.filter((row) => row.operation === "add" && !row.muted && (row.doses ?? []).some((dose) => levelOf(dose) === "extreme"));
+    const much = rows.filter((row) => row.operation === "add" && !row.muted && !strong.includes(row) && levelOf((row.doses ?? []).reduce((one, other) => one + other, 0)) === "extreme");
+    write(warning, strong.length ? `${strong.map((row) => row.vector).join(", ")}: ${WARNING}` : much.length ? `${much.map((row) => row.vector).join(", ")}: the doses of the layers add up to 1.5 or more; answers may fall apart.` : "");
+    warning.hidden = !warning.textContent;
     hint.hidden = rows.length > 0;
     demo.hidden = known.size > 0;
     write(hintText, known.size ? "No row yet: choose a vector and press “add row”; its slider then steers the session." : "No vector yet. Build one “from contrasting texts”, put one into lab.vectors, or define a variable that holds one. To see what a vector does:");

@@ -7,7 +7,7 @@ import { layerStrip } from "./lib/layers.js";
 import { followOutputs } from "./lib/outputs.js";
 import { colourLegend } from "./lib/plots.js";
 import { cellAt, dosesFrom, mostEffect } from "./lib/sweeps.js";
-import { short } from "./lib/scales.js";
+import { levelOf, short, WARNING } from "./lib/scales.js";
 
 /** @typedef {import("./types").Model} Model */
 /** @typedef {import("./lib/sweeps.js").Cell} Cell */
@@ -16,6 +16,7 @@ const CELL_WIDTH = 64;
 const CELL_HEIGHT = 20;
 const MARGIN_LEFT = 56;
 const MARGIN_TOP = 22;
+const READ = "The unsteered model reads each answer, and x·u is its mean there: what the text says, without what was added to the run. The colour is its difference to the unsteered answer, in standard deviations of x·u on plain text.";
 
 /** @param {{model: Model, el: HTMLElement}} context */
 function render({ model, el }) {
@@ -47,17 +48,20 @@ function render({ model, el }) {
     change({ vector: vector.value || null });
   });
   for (const event of ["pointerdown", "focus"]) vector.addEventListener(event, () => tell({ kind: "variables" }));
-  const operation = h("select", { "aria-label": "operation" }, ...["add", "ablate"].map((each) => h("option", { value: each }, each)));
+  const operation = h("select", { "aria-label": "operation" }, ...["add", "ablate", "cap"].map((each) => h("option", { value: each }, each)));
   operation.addEventListener("change", () => {
     mark(doses, ""); // others come with the operation
     change({ operation: operation.value });
   });
+  const bound = h("select", { "aria-label": "bound of the cap" }, ...["max", "min"].map((each) => h("option", { value: each }, each)));
+  bound.addEventListener("change", () => change({ bound: bound.value }));
   const layers = layerStrip({ label: "layers to sweep", count: facts.layers, changed: (chosen) => {
     mark(layers.strip, "");
     change({ layers: chosen });
   } });
   const doses = h("input", { type: "text", "aria-label": "doses, with commas between", size: 26 });
   const dosesName = h("span");
+  const warning = h("span", { class: "cl-warning", role: "status" });
   const takeDoses = () => {
     const { numbers, problem } = dosesFrom(doses.value);
     mark(doses, problem && `${dosesName.textContent?.trim()}: ${problem}`);
@@ -85,7 +89,7 @@ function render({ model, el }) {
   const controls = h(
     "section",
     { class: "cl-controls-grid", "aria-label": "what to sweep" },
-    operation, h("label", {}, "vector ", vector), layers.element, h("label", {}, dosesName, doses), h("label", {}, "read at layer ", read), h("label", {}, "tokens ", most), h("label", {}, "seed ", seed), prompt,
+    operation, bound, h("label", {}, "vector ", vector), layers.element, h("label", {}, dosesName, doses), warning, h("label", { title: READ }, "answers read at layer ", read), h("label", {}, "tokens ", most), h("label", {}, "seed ", seed), prompt,
   );
   const grid = h("div", { class: "cl-grid-box" });
   const text = h("section", { class: "cl-sweep-text", "aria-live": "polite", "aria-label": "text of the chosen run" });
@@ -104,7 +108,10 @@ function render({ model, el }) {
     fill(vector, h("option", { value: "" }, "choose …"), ...model.get("vectors").map((/** @type {any} */ each) => h("option", { value: each.name }, each.name)));
     vector.value = plan.vector ?? "";
     operation.value = plan.operation;
-    write(dosesName, plan.operation === "add" ? "doses " : "part that is kept ");
+    bound.hidden = plan.operation !== "cap";
+    bound.value = plan.bound ?? "max";
+    write(dosesName, { add: "doses ", ablate: "part that is kept ", cap: "bounds, as doses " }[/** @type {string} */ (plan.operation)] ?? "");
+    write(warning, plan.operation === "add" && plan.doses.some((/** @type {number} */ dose) => levelOf(dose) === "extreme") ? WARNING : "");
     layers.set(plan.layers);
     if (document.activeElement !== doses && !doses.dataset.problem) doses.value = plan.doses.join(", ");
     read.value = String(plan.read_layer);
@@ -116,7 +123,7 @@ function render({ model, el }) {
   /** What the cells were run with: a change of the plan since then is not theirs. */
   const ran = () => model.get("run").plan ?? model.get("plan");
   /** What the columns are, in a word. */
-  const unit = () => (ran().operation === "add" ? "dose" : "keep");
+  const unit = () => ({ add: "dose", ablate: "keep", cap: ran().bound ?? "max" })[/** @type {string} */ (ran().operation)] ?? "";
 
   function drawGrid() {
     const plan = ran();
@@ -133,7 +140,7 @@ function render({ model, el }) {
     const parts = [
       s("defs", {}, s("pattern", { id: hatch, width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" }, s("line", { x1: 0, y1: 0, x2: 0, y2: 6, class: "cl-hatch-line" }))),
       s("text", { x: 4, y: 14, class: "cl-tick" }, "layer"),
-      ...plan.doses.map((/** @type {number} */ dose, /** @type {number} */ at) => s("text", { x: MARGIN_LEFT + (at + 0.5) * CELL_WIDTH, y: 14, "text-anchor": "middle", class: "cl-tick" }, `${unit()} ${short(dose)}`)),
+      ...plan.doses.map((/** @type {number} */ dose, /** @type {number} */ at) => s("text", { x: MARGIN_LEFT + (at + 0.5) * CELL_WIDTH, y: 14, "text-anchor": "middle", class: "cl-tick", "data-level": plan.operation === "add" ? levelOf(dose) : "" }, `${unit()} ${short(dose)}`)),
     ];
     rows.forEach((layer, line) => {
       const y = MARGIN_TOP + line * CELL_HEIGHT;
@@ -170,7 +177,7 @@ function render({ model, el }) {
       });
     });
     const focused = document.activeElement instanceof SVGElement && grid.contains(document.activeElement) ? document.activeElement.getAttribute("aria-label") : null;
-    fill(grid, s("svg", { viewBox: `0 0 ${width} ${height}`, width, height, class: "cl-plot cl-sweep-plot", style: `width:${width}px;max-width:100%`, role: "group", "aria-label": "effect by layer and dose" }, ...parts), ...(top > 0 ? [colourLegend(top, `change of the projection on ${plan.vector} at layer ${plan.read_layer}, over the residual's norm there; hatched: the answer fell apart (repeats itself, or surprises the unsteered model)`)] : []));
+    fill(grid, s("svg", { viewBox: `0 0 ${width} ${height}`, width, height, class: "cl-plot cl-sweep-plot", style: `width:${width}px;max-width:100%`, role: "group", "aria-label": "effect by layer and dose" }, ...parts), ...(top > 0 ? [colourLegend(top, `x·u along ${plan.vector} of the answer's text, as the unsteered model reads it at layer ${plan.read_layer}, beside the unsteered answer; 1 is the standard deviation on plain text. Hatched: the answer fell apart (repeats itself, or surprises the unsteered model)`)] : []));
     if (focused) for (const each of grid.querySelectorAll("[role=button]")) if (each.getAttribute("aria-label") === focused && each instanceof SVGElement) each.focus();
   }
 
@@ -181,7 +188,7 @@ function render({ model, el }) {
     fill(
       text,
       ...(cell
-        ? [h("div", { class: "cl-note" }, `layer ${cell.layer}, ${unit()} ${short(cell.dose)} (raw ${short(cell.scale)}): effect ${short(cell.effect)}, perplexity ${short(cell.perplexity)}, repetition ${short(cell.repetition)}, ${cell.tokens} tokens`), h("div", { class: "cl-chosen-text" }, cell.text)]
+        ? [h("div", { class: "cl-note" }, `layer ${cell.layer}, ${unit()} ${short(cell.dose)} (raw ${short(cell.scale)}): effect ${short(cell.effect)}, in the run itself ${short(cell.inside)} of the residual norm at layer ${ran().read_layer}, perplexity ${short(cell.perplexity)}, repetition ${short(cell.repetition)}, ${cell.tokens} tokens`), h("div", { class: "cl-chosen-text" }, cell.text)]
         : [h("div", { class: "cl-note" }, "click a cell to read its text")]),
       ...(reference ? [h("div", { class: "cl-note" }, `unsteered, perplexity ${short(reference.perplexity)}`), h("div", {}, reference.text)] : []),
     );

@@ -143,7 +143,7 @@ test("a number field says what is wrong in it", () => {
 });
 
 test("the colour of a sweep is scaled by answers that hold together", () => {
-  const cell = { layer: 1, dose: 0.5, scale: 1, text: "", effect: -3, perplexity: 1, repetition: 0, tokens: 1, broken: false };
+  const cell = { layer: 1, dose: 0.5, scale: 1, text: "", effect: -3, inside: 0, perplexity: 1, repetition: 0, tokens: 1, broken: false };
   const broken = { ...cell, dose: 1, effect: 90, broken: true };
   assert.equal(mostEffect([cell, broken]), 3);
   assert.equal(mostEffect([broken]), 90);

@@ -3,6 +3,7 @@
 /** Advice, from small models: from these doses on answers often become odd, and mostly fall apart. */
 export const HIGH = 0.7;
 export const EXTREME = 1.5;
+export const WARNING = "From dose 1.5 on answers mostly fall apart.";
 export const DOSE_END = 2;
 export const DOSE_MARKS = [0.25, 0.5, 1];
 

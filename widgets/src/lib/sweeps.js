@@ -1,6 +1,6 @@
 /** Arithmetic of the sweep panel. No DOM. */
 
-/** @typedef {{layer: number, dose: number, scale: number, text: string, effect: number | null, perplexity: number | null, repetition: number | null, tokens: number, broken: boolean}} Cell */
+/** @typedef {{layer: number, dose: number, scale: number, text: string, effect: number | null, inside: number | null, perplexity: number | null, repetition: number | null, tokens: number, broken: boolean}} Cell */
 
 /** Doses as written with commas or blanks between, ascending, each once; or what is wrong with the text. @param {string} text @returns {{numbers: number[] | null, problem: string}} */
 export function dosesFrom(text) {
