@@ -296,8 +296,9 @@ class SweepPanel(Panel):
         """Return the unsteered answer with its projections and perplexity, and the spread of x·u on plain text."""
         model, (layer, unit) = self._lab.model, reader
         cells = lay_out(model, plan["layers"][:1], vector, [0.0], "add")
-        [row] = (await self._grid(messages, sampling, plan, cells, "add", reader).run()).to_dict("records")
-        spread = float((await plain_projections(model, {layer: unit}))[layer].std())
+        grid = self._grid(messages, sampling, plan, cells, "add", reader)
+        frame, seen = await asyncio.gather(grid.run(), plain_projections(model, {layer: unit}))
+        [row], spread = frame.to_dict("records"), float(seen[layer].std())
         found = {name: plain(row[name]) for name in ("text", *READ, "perplexity", "repetition")}
         return {**found, "spread": plain(spread) or None}
 
