@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -39,30 +41,68 @@ def groups_of(pairs: Mapping[int, tuple[np.ndarray, np.ndarray]], groups: Iterab
         If there are not as many labels as pairs.
     """
     count = len(next(iter(pairs.values()))[0])
+    given = _numbered(groups, count)
+    return _merged(given, _copies(pairs), "pairs" if groups is None else "groups")
+
+
+def groups_of_texts(
+    positive: Sequence[Any], negative: Sequence[Any], groups: Iterable[Hashable] | None
+) -> list[int] | None:
+    """Return groups in which pairs that share a text, but for case, spaces and punctuation, are together.
+
+    Parameters
+    ----------
+    positive, negative
+        Texts or conversations, as many on both sides.
+    groups
+        A label per pair, or None.
+
+    Returns
+    -------
+    list of int or None
+        None if every pair is by itself.
+
+    Raises
+    ------
+    AnalysisError
+        If there are not as many labels as pairs.
+    """
+    words = [
+        [re.findall(r"\w+", str(text).casefold()) or [str(text)] for text in side] for side in (positive, negative)
+    ]
+    pairs = list(zip(*words, strict=True))
+    same = np.array([[one[0] in other or one[1] in other for other in pairs] for one in pairs])
+    merged = _merged(_numbered(groups, len(positive)), same, "pairs" if groups is None else "groups")
+    return None if len(set(merged.tolist())) == len(positive) else merged.tolist()
+
+
+def _numbered(groups: Iterable[Hashable] | None, count: int) -> np.ndarray:
     if groups is None:
-        given = np.arange(count)
-    else:
-        labels = list(groups)
-        if len(labels) != count:
-            raise AnalysisError(f"groups must have a label per pair, got {len(labels)} for {count} pairs")
-        try:
-            numbers = {label: at for at, label in enumerate(dict.fromkeys(labels))}
-        except TypeError as error:
-            raise AnalysisError("groups must be a list of names or numbers, one per pair") from error
-        given = np.array([numbers[label] for label in labels])
+        return np.arange(count)
+    labels = list(groups)
+    if len(labels) != count:
+        raise AnalysisError(f"groups must have a label per pair, got {len(labels)} for {count} pairs")
+    try:
+        numbers = {label: at for at, label in enumerate(dict.fromkeys(labels))}
+    except TypeError as error:
+        raise AnalysisError("groups must be a list of names or numbers, one per pair") from error
+    return np.array([numbers[label] for label in labels])
+
+
+def _merged(given: np.ndarray, copies: np.ndarray, kind: str) -> np.ndarray:
+    """Return groups in which pairs that are copies, ``[pairs, pairs]`` bool, are together; warn if that changed any."""
     found = given.copy()
-    for first, second in np.argwhere(np.triu(_copies(pairs), 1)):
+    for first, second in np.argwhere(np.triu(copies, 1)):
         low, high = sorted((found[first], found[second]))
         found[found == high] = low
     found = np.unique(found, return_inverse=True)[1].reshape(-1)
     before, after = len(set(given.tolist())), int(found.max()) + 1
     if after < before:
-        kind = "pairs" if groups is None else "groups"
         warnings.warn(
             f"{before - after} of {before} {kind} are near copies of others; they are held out, shuffled and halved "
             "together, so that nothing is tested on what it was fitted to. Silence this with groups=, a label per pair",
             NearCopiesWarning,
-            stacklevel=2,
+            stacklevel=4,
         )
     return found
 

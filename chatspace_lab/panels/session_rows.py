@@ -10,6 +10,7 @@ from chatspace_lab.errors import RequestError
 from chatspace_lab.panels.doses import at_dose, at_layers, doses_of
 from chatspace_lab.panels.rows import Row, free_id, rows_of, spec_of
 from chatspace_lab.panels.vectors import frozen, layers_with, same, snapshot, usable, variables
+from chatspace_lab.steering.names import did_you_mean
 from chatspace_lab.steering.program import check_layer
 from chatspace_lab.steering.specs import SteeringSpec
 from chatspace_lab.steering.vectors import as_list, as_number
@@ -109,7 +110,8 @@ class SessionRows:
         if vector is None:
             vector = variables(self._lab.hidden_size).get(name, vectors.get(name))
         if vector is None:
-            raise RequestError(f"there is no vector {name!r} among the notebook's variables and lab.vectors")
+            near = did_you_mean(name, {*vectors, *variables(self._lab.hidden_size)})
+            raise RequestError(f"there is no vector {name!r} among the notebook's variables and lab.vectors{near}")
         vectors[name] = snapshot(vector, self._lab.hidden_size, name)
         layers = given.pop("layers", None)
         if operation == "ablate":

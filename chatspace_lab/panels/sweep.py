@@ -17,6 +17,7 @@ from chatspace_lab.panels.base import Panel, sentence, static
 from chatspace_lab.panels.vectors import layers_with, snapshot, usable, variables
 from chatspace_lab.session.measure import plain_projections
 from chatspace_lab.session.sweep import BOUNDS, Cell, Grid, lay_out, vector_at
+from chatspace_lab.steering.names import did_you_mean
 from chatspace_lab.steering.program import check_layer
 from chatspace_lab.steering.vectors import as_list, as_number
 
@@ -198,7 +199,8 @@ class SweepPanel(Panel):
             raise RequestError("sweep: choose a vector first")
         found = {**variables(lab.hidden_size), **lab.vectors}
         if name not in found:
-            raise RequestError(f"there is no vector {name!r} among the notebook's variables and lab.vectors")
+            near = did_you_mean(name, found)
+            raise RequestError(f"there is no vector {name!r} among the notebook's variables and lab.vectors{near}")
         vector = snapshot(found[name], lab.hidden_size, name)
         known = layers_with(vector)
         missing = [] if known is None else [layer for layer in layers if layer not in known]

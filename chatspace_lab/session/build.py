@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from chatspace_lab.analysis.direction import Direction
+from chatspace_lab.analysis.groups import groups_of_texts
 from chatspace_lab.errors import AnalysisError, RequestError
 from chatspace_lab.session.collect import is_conversation
 from chatspace_lab.session.history import describe_where
@@ -61,6 +62,7 @@ async def build(
             f"direction: positive has {len(positive)} texts and negative {len(negative)}; give as many on both sides: "
             f"text i of one is the counterpart of text i of the other"
         )
+    together = groups_of_texts(positive, negative, groups)
     chat = is_conversation(positive[0])
     reduce = reduce or ("last" if chat else "mean")
     if reduce not in ("mean", "last"):
@@ -76,7 +78,7 @@ async def build(
     sides = [
         {layer: rows[part] for layer, rows in pooled.by_layer().items()} for part in (slice(count), slice(count, None))
     ]
-    fitted = await asyncio.to_thread(partial(_fit(method), *sides, name=name.strip(), groups=groups, **test))
+    fitted = await asyncio.to_thread(partial(_fit(method), *sides, name=name.strip(), groups=together, **test))
     words = "the mean over each text's tokens but the first" if whole else f"the {reduce} of {describe_where(chosen)}"
     details = {
         **fitted.details,

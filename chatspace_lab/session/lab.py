@@ -330,7 +330,9 @@ class LabSession:
         return token_frame(several, self.tokenizer, directions_named(directions, self.vectors), layers)
 
     def save(self, folder: str | Path) -> Path:
-        """Write history, session-wide steering and named vectors to a folder; also of a lab that is closed.
+        """Write history, session-wide steering and named vectors to a folder, as JSON and safetensors.
+
+        A lab that is closed can still be saved. Returns the folder.
 
         Raises
         ------

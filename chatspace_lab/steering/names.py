@@ -41,13 +41,18 @@ def unknown_name(name: str, known: Iterable[str]) -> str:
     """Return a sentence for a name that no vector has: the nearest names, or all."""
     names = list(map(str, known))
     said = f"no vector is named {name!r} in lab.vectors"
-    lowered = {each.lower(): each for each in names}
-    near = [lowered[each] for each in difflib.get_close_matches(name.lower(), lowered, 3)]
-    if near:
-        return f"{said}; did you mean {' or '.join(map(repr, near))}?"
+    if did_you_mean(name, names):
+        return said + did_you_mean(name, names)
     if names:
         return f"{said}, only {', '.join(map(repr, names))}"
     return f"{said}, which is empty: lab.vectors[{name!r}] = vector, or lab.direction(…, name={name!r})"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean 'joy'?"`` for a name that is near some that are known, else an empty text."""
+    lowered = {each.lower(): each for each in known}
+    near = [lowered[each] for each in difflib.get_close_matches(name.lower(), lowered, 3)]
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
 def directions_named(directions: Any, vectors: Mapping[str, Any]) -> Any:

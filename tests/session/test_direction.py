@@ -92,6 +92,11 @@ def test_conversations_and_groups(clean: LabSession) -> None:
     with pytest.warns(NearCopiesWarning, match="6 of 12 pairs"):
         again = clean.direction([*SEA, *SEA], [*OFFICE, *OFFICE], name="twice", layers=[12])
     assert again.details["groups"] == 6
+    with pytest.warns(NearCopiesWarning, match="6 of 12 pairs"):
+        nearly = clean.direction(
+            [*SEA, *(f" {text.upper()}!" for text in SEA)], [*OFFICE, *map(str.lower, OFFICE)], name="near", layers=[12]
+        )
+    assert nearly.details["groups"] == 6
     named = clean.direction([*SEA, *SEA], [*OFFICE, *OFFICE], name="g", layers=[12], groups=[*range(6)] * 2)
     assert named.frame().drop(columns="direction").equals(again.frame().drop(columns="direction"))
 

@@ -239,6 +239,9 @@ threads = [
         wait_until(lambda: all_gone(left, held), timeout_s=20, what="what the closed lab had is gone")
         reply = neighbour.wait(neighbour.send("lab.chat(question)"))
         assert reply.error.startswith("EngineDeadError: this model was closed")
+        assert (
+            value(neighbour, "len(list(lab.save(__import__('tempfile').mkdtemp()).iterdir()))") == 2
+        )  # so can its history be kept
         rows = "len(lab.frame(handles)), len(handles[0].hidden(4))"  # what was fetched stays
         assert len(set(value(neighbour, rows))) == 1
 
