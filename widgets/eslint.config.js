@@ -1,6 +1,9 @@
 import js from "@eslint/js";
 
-const browser = ["document", "window", "CustomEvent", "navigator", "requestAnimationFrame", "setTimeout", "getSelection", "Node", "Element", "HTMLElement", "SVGElement"];
+const browser = [
+  ...["document", "window", "navigator", "performance", "requestAnimationFrame", "setTimeout", "clearTimeout", "queueMicrotask", "getSelection", "getComputedStyle", "matchMedia"],
+  ...["CustomEvent", "Node", "Element", "HTMLElement", "SVGElement", "ShadowRoot", "KeyboardEvent", "MutationObserver", "ResizeObserver"],
+];
 const html = "a model's text must never be read as HTML: make text nodes";
 
 export default [

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from chatspace_lab.panels.cells import Cell
+
 REST_S = 0.6
 """The outputs follow when the panel has rested for so long: drawing them takes as long as some tokens."""
 UPDATE = "cl_still"
@@ -36,18 +38,19 @@ class Displays:
         draw: Callable[[], str],
         send: Callable[[dict[str, Any]], None],
         loop: asyncio.AbstractEventLoop,
-        guarded: Callable[[Callable[[], None]], None],
+        guarded: Callable[[Callable[[], None]], object],
     ) -> None:
         self._mark, self._draw, self._send, self._loop, self._guarded = mark, draw, send, loop, guarded
         self._cells: set[str] = set()
+        self.sent: dict[str, Any] | None = None
+        """The newest message to the pages, numbered."""
         self._timer: asyncio.TimerHandle | None = None
         self._published = ""
 
-    def show(self) -> None:
+    def show(self, cell: Cell | None) -> None:
         """Add the output to the cell that runs, unless it has it: called while the panel is displayed there."""
-        cell = _cell()
-        if cell is not None and cell not in self._cells:
-            self._cells.add(cell)
+        if cell is not None and cell.execution not in self._cells:
+            self._cells.add(cell.execution)
             self._publish(update=False)
 
     def changed(self) -> None:
@@ -77,7 +80,8 @@ class Displays:
         data = {"text/plain": "a panel, as last shown", "text/html": html}
         publish_display_data(data, transient={"display_id": self._mark}, update=update)
         if update:
-            self._send({UPDATE: data, "mark": self._mark})
+            self.sent = {UPDATE: data, "mark": self._mark, "still": 1 + (self.sent["still"] if self.sent else 0)}
+            self._send(self.sent)
 
 
 def publish_widget(data: dict[str, Any], metadata: dict[str, Any]) -> None:
@@ -85,16 +89,3 @@ def publish_widget(data: dict[str, Any], metadata: dict[str, Any]) -> None:
     from IPython.display import publish_display_data
 
     publish_display_data(data, metadata)
-
-
-def _cell() -> str | None:
-    """Return what names the execution of the running cell; None outside a notebook."""
-    try:
-        from IPython import get_ipython
-    except ModuleNotFoundError:
-        return None
-    shell = get_ipython()
-    if shell is None or not hasattr(shell, "get_parent"):
-        return None
-    header = shell.get_parent().get("header", {})
-    return str(header.get("msg_id", ""))

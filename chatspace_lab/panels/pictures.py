@@ -21,6 +21,8 @@ from chatspace_lab.panels.buffers import short, unpack
 from chatspace_lab.readings import typical_norms
 
 BLUE, RED, GREY, AMBER = (37, 99, 235), (220, 38, 38), "#888888", "#d97706"
+TEXT_GREY, TEXT_AMBER = "#595959", "#b45309"
+"""Of texts; their contrasts with white are 7 and 5."""
 LINES = ("#2563eb", "#c2410c", "#15803d", "#9333ea", "#db2777", "#0e7490")
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 880, 210, 52, 8, 16, 26
 SHADES = 31
@@ -154,7 +156,7 @@ def projection_plot(sides: Sides, layers: Sequence[int], direction: str, pinned:
             parts.append(f'<path d="{dots}" stroke="{colour}" stroke-width="4" stroke-linecap="round"/>')
         for at in np.flatnonzero(overflowed(values)):
             place = HEIGHT - BOTTOM - 2 if values[at] < 0 else TOP + 8
-            parts.append(_text(x(side.first + at), place, short(values[at]), colour=AMBER))
+            parts.append(_text(x(side.first + at), place, short(values[at]), colour=TEXT_AMBER))
     if pinned is not None and first <= pinned < end:
         parts.append(f'<path d="M{x(pinned):.1f} {TOP}V{HEIGHT - BOTTOM}" stroke="{GREY}" stroke-width="1.5"/>')
     return image(_svg(HEIGHT, parts), f"projection per token on {direction}")
@@ -277,7 +279,7 @@ def _bands_behind(sides: Sides, x: Any, first: int) -> list[str]:
     return parts
 
 
-def _text(x: float, y: float, text: str, anchor: str = "middle", colour: str = GREY) -> str:
+def _text(x: float, y: float, text: str, anchor: str = "middle", colour: str = TEXT_GREY) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}">{html.escape(text)}</text>'
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -80,7 +81,7 @@ class Runner:
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._under_way: dict[str, tuple[str, Answer]] = {}
-        lab.model.observe(self)
+        self._ear = _Ear(self)
 
     # -- asked by the panel ------------------------------------------------------------------------------------------
 
@@ -107,12 +108,16 @@ class Runner:
         if self._task is not None:
             await asyncio.wait([self._task])
 
+    def open(self) -> None:
+        """Hear of the engine's requests from now on."""
+        self._lab.model.observe(self._ear)
+
     def close(self) -> None:
-        """Stop, and drop all captures."""
+        """Stop, drop all captures, and hear of no request any more."""
         self.clear()
         observers = self._lab.model._client.observers
-        if self in observers:
-            observers.remove(self)
+        if self._ear in observers:
+            observers.remove(self._ear)
 
     def clear(self) -> None:
         """Stop, and forget all answers: what has been stopped says nothing more."""
@@ -129,10 +134,7 @@ class Runner:
         if answer is not None:
             answer.handle.close()
 
-    # -- told of every request, as an observer: a token is shown before its numbers are read ---------------------------
-
-    def began(self, submission: Submission) -> None:
-        """Nothing to note."""
+    # -- told of every request: a token is shown before its numbers are read -------------------------------------------
 
     def received(self, submission: Submission, piece: StreamDelta) -> None:
         """Show a piece as soon as the engine gives it."""
@@ -140,12 +142,6 @@ class Runner:
         if answer is not None and answer.asked.number == self.number:
             answer.take(piece)
             self._take(side, answer)
-
-    def read(self, submission: Submission, readings: Readings) -> None:
-        """Nothing to note: the stream brings them."""
-
-    def ended(self, submission: Submission, error: BaseException | None) -> None:
-        """Nothing to note: the stream ends."""
 
     # -- on the way --------------------------------------------------------------------------------------------------
 
@@ -284,3 +280,25 @@ class Runner:
             [readings] = await self._lab.model.read_captures([answer.handle], laid)
             answer.read_again(readings, wanted)
             self._flush(side)
+
+
+class _Ear:
+    """An observer that passes pieces on to a runner, without keeping it alive."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = weakref.ref(runner)
+
+    def began(self, submission: Submission) -> None:
+        """Nothing to note."""
+
+    def received(self, submission: Submission, piece: StreamDelta) -> None:
+        """Pass a piece on."""
+        runner = self._runner()
+        if runner is not None:
+            runner.received(submission, piece)
+
+    def read(self, submission: Submission, readings: Readings) -> None:
+        """Nothing to note: the stream brings them."""
+
+    def ended(self, submission: Submission, error: BaseException | None) -> None:
+        """Nothing to note: the stream ends."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,7 @@ class SessionRows:
         lab: LabSession,
         changed: Callable[[bool], None],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
-        guarded: Callable[..., None],
+        guarded: Callable[..., object],
         norms: Callable[[], Mapping[int, float]],
     ) -> None:
         self._lab, self._changed, self._spawn, self._guarded = lab, changed, spawn, guarded
@@ -60,13 +61,21 @@ class SessionRows:
         self._wanted: SteeringSpec | None = None
         self._sent: SteeringSpec | None = None
         self._applying: asyncio.Task[None] | None = None
-        lab.model._session.listeners.append(self._heard)
+        heard = weakref.WeakMethod(self._heard)  # the session does not keep its panels alive
+
+        def listener(spec: SteeringSpec) -> None:
+            call = heard()
+            if call is not None:
+                call(spec)
+
+        self._listener = listener
+        lab.model._session.listeners.append(listener)
 
     def close(self) -> None:
         """Follow the session no more."""
         listeners = self._lab.model._session.listeners
-        if self._heard in listeners:
-            listeners.remove(self._heard)
+        if self._listener in listeners:
+            listeners.remove(self._listener)
 
     def spec(self) -> SteeringSpec:
         """Return the steering that the rows stand for; with other vectors under their names, the session has it too."""

@@ -120,6 +120,7 @@ class SteeringPanel(Panel):
         self._now(self._begin)
 
     def _begin(self) -> None:
+        self._runner.open()
         self._book = SessionRows(self._lab, self._book_changed, self._spawn, self._guarded, lambda: self._norms)
         self._offer()
         self._book.follow(self._lab.export_steering_spec())

@@ -11,6 +11,7 @@ import numpy as np
 from chatspace_lab.panels.buffers import short
 from chatspace_lab.panels.pictures import (
     AMBER,
+    TEXT_GREY,
     Numbers,
     heatmap,
     largest,
@@ -23,13 +24,16 @@ from chatspace_lab.session.history import AS_TYPED
 
 MAX_TINTED = 2000
 """Tokens that are tinted, the newest; earlier ones are plain text."""
-DIM = "color: #888888; font-size: 12px"
+DIM = f"color: {TEXT_GREY}; font-size: 12px"
 NOT_MADE, NOT_ANSWERED = "given, not made here", "no answer"
 """Said of earlier answers without values; the front end says the same."""
 TYPED = (
     "white-space: pre-wrap; overflow-wrap: anywhere; word-break: normal; margin: 0; padding: 0; "
-    "background: transparent; font-family: inherit"
+    "background: transparent; color: inherit; font-family: inherit"
 )
+ROW = "<tr style='background: #ffffff'>"
+"""Without the page's own colour of rows."""
+NOTE = "a picture of the last state: run the cell again to go on"
 UNDER_WAY = ("waiting", "running")
 
 
@@ -46,7 +50,8 @@ def frame(mark: str, title: str, note: str, parts: Sequence[str]) -> str:
         HTML.
     """
     head = f"<div><strong>{html.escape(title)}</strong> <span style='{DIM}'>{html.escape(note)}</span></div>"
-    style = "border: 1px solid #888888; padding: 6px 10px; font-family: sans-serif; font-size: 13px"
+    ground = "background: #ffffff; color: #1c1c1c"  # its own, like a sheet of paper: the page's may be any
+    style = f"{ground}; border: 1px solid #888888; padding: 6px 10px; font-family: sans-serif; font-size: 13px"
     classes = f"cl-snapshot {mark} {AS_TYPED}"
     return f"<div class='{classes}' style='{style}'>{head}{''.join(parts)}</div>"
 
@@ -58,7 +63,7 @@ def text(content: str, *, dim: bool = False) -> str:
 
 def error(content: str) -> str:
     """Return an error as it is shown."""
-    return f"<div style='color: #dc2626'>{text(content)}</div>" if content else ""
+    return f"<div style='color: #b91c1c'>{text(content)}</div>" if content else ""
 
 
 def steering(mark: str, shown: Mapping[str, Any]) -> str:
@@ -94,9 +99,7 @@ def steering(mark: str, shown: Mapping[str, Any]) -> str:
         parts.append(text(run["receipt"]["text"], dim=True))
     facts = shown["facts"]
     title = f"chatspace-lab · {facts['model']}"
-    return frame(
-        mark, title, f"{facts['dtype']}, {facts['layers']} layers, as last shown: run the cell to go on", parts
-    )
+    return frame(mark, title, f"{facts['dtype']}, {facts['layers']} layers; {NOTE}", parts)
 
 
 def _side(side: str, shown: Mapping[str, Any], numbers: Numbers | None, layer: int, most: float) -> str:
@@ -174,7 +177,7 @@ def sweep(mark: str, shown: Mapping[str, Any]) -> str:
     lines = []
     for layer in sorted(plan["layers"], reverse=True):
         found = [cells.get((layer, dose)) for dose in plan["doses"]]
-        lines.append(f"<tr><th>{layer}</th>{''.join(_cell(each, most) for each in found)}</tr>")
+        lines.append(f"{ROW}<th>{layer}</th>{''.join(_cell(each, most) for each in found)}</tr>")
     caption = (
         f"x·u along {plan['vector']} of the answer's text, as the unsteered model reads it at layer "
         f"{plan['read_layer']}, beside the unsteered answer; 1 is the standard deviation on plain text; "
@@ -183,7 +186,7 @@ def sweep(mark: str, shown: Mapping[str, Any]) -> str:
     parts = [
         error(shown["error"]),
         text(plan["prompt"]),
-        f"<table><tr><th>layer</th>{heads}</tr>{''.join(lines)}</table>",
+        f"<table>{ROW}<th>layer</th>{heads}</tr>{''.join(lines)}</table>",
         f"<div style='{DIM}'>{html.escape(caption)}</div>",
     ]
     if run.get("reference"):
@@ -198,7 +201,7 @@ def sweep(mark: str, shown: Mapping[str, Any]) -> str:
     )
     if texts:
         parts.append(f"<details><summary>all texts</summary>{texts}</details>")
-    return frame(mark, f"sweep · {facts['model']}", "as last shown: run the cell to go on", parts)
+    return frame(mark, f"sweep · {facts['model']}", NOTE, parts)
 
 
 def _cell(cell: Mapping[str, Any] | None, most: float) -> str:

@@ -123,7 +123,10 @@ class SweepPanel(Panel):
             "stop": lambda m: self._stop(),
             "variables": lambda m: self._offer(),
         }
-        self._now(self._offer)
+        self._now(self._begin)
+
+    def _begin(self) -> None:
+        self._offer()
 
     # -- from Python -------------------------------------------------------------------------------------------------
 

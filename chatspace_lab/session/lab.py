@@ -10,6 +10,7 @@ import inspect
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -183,6 +184,7 @@ class LabSession:
         self._model = started
         self._loop = started._loop
         self._closed = False
+        self._panels: weakref.WeakSet[Any] = weakref.WeakSet()  # told of the end; each adds itself
         self.aio = AsyncLab(started)
         self.partial = None
 
@@ -365,6 +367,8 @@ class LabSession:
         self._closed = True
         if self._model is not kept:
             self._model.close()
+            for panel in list(self._panels):
+                panel.end("The lab was closed: make a lab again, then run this cell to go on.")
 
     def __enter__(self) -> LabSession:
         return self

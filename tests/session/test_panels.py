@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from pathlib import Path
 from typing import Any
 
@@ -393,3 +395,80 @@ def test_a_sweep_caps_with_bounds_in_doses(lab: LabSession, v: torch.Tensor, bou
     assert [each["dose"] for each in sweep.cells] == [-0.1, 0.4, -0.1, 0.4]
     sweep.close()
     lab.vectors.clear()
+
+
+def holders(lab: LabSession) -> tuple[int, int, int]:
+    """Return how many observers of requests, listeners of steering and widgets there are."""
+    from ipywidgets.widgets import widget
+
+    return len(lab.model._client.observers), len(lab.model._session.listeners), len(widget._instances)
+
+
+def test_panels_that_nothing_refers_to_let_go(lab: LabSession, v: torch.Tensor) -> None:
+    gc.collect()
+    wait_until(lambda: len(lab._panels) == 0, what="earlier panels are gone")
+    before = holders(lab)
+    lab.vectors["v"] = v
+    for _ in range(30):  # a few may wait for the collector
+        lab.panel(max_tokens=2)
+        lab.sweep_panel(vector="v", layers=8)
+    assert holders(lab)[1] - before[1] <= 2 * 8
+    asked = lab.panel(max_tokens=2)
+    asked.ask("Name a river.")
+    asked.wait(60)
+    del asked
+    gc.collect()
+    wait_until(lambda: holders(lab) == before, what="all panels let go")
+    begun = time.perf_counter()
+    lab.steer(8, v)
+    assert time.perf_counter() - begun < 0.5
+    lab.vectors.clear()
+
+
+def test_a_panel_that_was_let_go_comes_back_when_it_is_used(lab: LabSession, v: torch.Tensor) -> None:
+    lab.vectors["v"] = v
+    panel, sweep = lab.panel(max_tokens=4), lab.sweep_panel("Name a river.", vector="v", layers=8, max_tokens=2)
+    before = holders(lab)
+    panel.add("v", layers=8, scale=0.5)
+    panel.ask("Name a river.")
+    panel.wait(60)
+    first = panel.steered["text"]
+    panel.let_go()
+    sweep.let_go()
+    assert [was - now for was, now in zip(before, holders(lab), strict=True)] == [1, 1, 4]
+    lab.steer(8, v, 3.0)  # nobody follows
+    panel.ask("Name a lake.")
+    panel.wait(60)
+    sweep.start()
+    sweep.wait(60)
+    assert holders(lab) == before
+    assert panel.rows[0]["scale"] == 3.0
+    assert [turn["user"] for turn in panel.turns] == ["Name a river.", "Name a lake."]
+    assert panel.steered["text"] == str(lab.chat(panel.steered["messages"], temperature=0.0, seed=7, max_tokens=4)[0])
+    assert first
+    assert sweep.frame is not None
+    for each in (panel, sweep):
+        each.close()
+    lab.vectors.clear()
+
+
+def test_a_page_is_sent_again_what_it_lacks(lab: LabSession) -> None:
+    panel = lab.panel(max_tokens=4)
+    sent: list[dict[str, Any]] = []
+    panel._send = lambda message, buffers=None: sent.append(message)
+    panel.ask("Name a river.")
+    panel.wait(60)
+    time.sleep(0.3)  # else it may be on its way
+
+    def level(versions: dict[str, int]) -> dict[str, Any]:
+        sent.clear()
+        panel._received(None, {"kind": "level", "view": "a", "n": 3, "versions": versions}, [])
+        wait_until(lambda: any("ack" in each.get("content", {}) for each in sent))
+        return {**sent[-1]["content"], "again": [set(each["state"]) - {"versions"} for each in sent if "state" in each]}
+
+    known = dict(panel._versions)
+    lost = {name: known[name] - 1 for name in ("run", "steered")}
+    assert level({**known, **lost}) == {"ack": 3, "view": "a", "level": False, "again": [set(lost)]}
+    assert sent[0]["state"]["versions"] == {name: known[name] for name in lost}
+    assert level(known) == {"ack": 3, "view": "a", "level": True, "again": []}
+    panel.close()

@@ -3,7 +3,9 @@
 import { chatPane } from "./lib/chat.js";
 import { assign, fill, h, write } from "./lib/dom.js";
 import { heldBack, mark, numberField, problemLine, setNumber } from "./lib/fields.js";
+import { followColours, keepKeys } from "./lib/host.js";
 import { layerStrip } from "./lib/layers.js";
+import { linkTo, switchOf } from "./lib/link.js";
 import { largest, numbersOf, overflowed, parting, projectionsAt } from "./lib/numbers.js";
 import { followOutputs } from "./lib/outputs.js";
 import { colourLegend, drawPlot } from "./lib/plots.js";
@@ -27,9 +29,6 @@ const linesOf = (text) => text.split("\n").filter((line) => line.trim()).length;
 
 /** @param {{model: Model, el: HTMLElement}} context */
 function render({ model, el }) {
-  const viewId = Math.random().toString(36).slice(2);
-  let count = 0;
-  let answered = 0;
   /** Edits of this view that the kernel has not answered yet. @type {Map<string, {patch: Partial<Row>, n: number}>} */
   const edits = new Map();
   /** Rows under the hand: their sliders have moved and nothing was sent yet. @type {Set<string>} */
@@ -41,17 +40,21 @@ function render({ model, el }) {
   /** @type {Record<string, {answer: Answer | null, numbers: Numbers | null}>} */
   const sides = { baseline: { answer: null, numbers: null }, steered: { answer: null, numbers: null } };
 
-  /** @param {Record<string, unknown>} message */
-  function tell(message) {
-    count += 1;
-    model.send({ ...message, view: viewId, n: count });
-    drawPending();
-    return count;
-  }
+  /** What to do when the kernel has handled a message, by the message's number. @type {Map<number, (failed: boolean) => void>} */
+  const handled = new Map();
+  const link = linkTo(model, el, {
+    active: () => ["waiting", "running"].includes(model.get("run").status),
+    answered: acknowledged,
+    drawn: () => {
+      drawPending();
+      drawEnded();
+    },
+  });
+  const { tell } = link;
 
   /** How many messages the kernel has not answered. */
   function drawPending() {
-    status.dataset.pending = String(count - answered + moving.size);
+    status.dataset.pending = String(link.pending + moving.size);
   }
 
   /** @returns {View} */
@@ -72,6 +75,7 @@ function render({ model, el }) {
   stop.addEventListener("click", () => tell({ kind: "stop" }));
   const header = h("header", { class: "cl-header" }, h("strong", {}, "chatspace-lab"), h("span", {}, facts.model), h("span", { class: "cl-note" }, `${facts.dtype}, ${facts.layers} layers`), h("span", { class: "cl-space" }), status, steeredCount, stop);
   const error = h("div", { class: "cl-error", role: "alert" });
+  const ended = h("div", { class: "cl-notice", role: "status", hidden: true });
 
   // -- vectors ----------------------------------------------------------------------------------------------------------
 
@@ -215,31 +219,68 @@ function render({ model, el }) {
   const calls = {
     /** @param {string} side @param {number | null} position */
     hover(side, position) {
+      const before = hovered;
       hovered = position === null ? null : { side, position };
-      drawMarks();
+      if (before?.side !== hovered?.side || before?.position !== hovered?.position) drawMarks();
     },
+    moved: () => drawMarks(),
     /** @param {string} side @param {number} position */
     pin(side, position) {
       const now = view().pinned;
       look({ pinned: now && now.position === position ? null : { side, position } });
     },
-    /** @param {number} index @param {string} text */
-    edit(index, text) {
-      tell({ kind: "turn", index, text });
+    /** @param {number} index @param {string} text @param {(saved: boolean) => void} done */
+    edit(index, text, done) {
+      handled.set(tell({ kind: "turn", index, text }), (failed) => done(!failed));
     },
   };
   const panes = { baseline: chatPane("baseline", calls), steered: chatPane("steered", calls) };
-  const tip = h("div", { class: "cl-tip", role: "tooltip", hidden: true });
-  const field = h("textarea", { rows: 2, placeholder: "type a message …", "aria-label": "message" });
+  const tip = h("div", { class: "cl-tip", role: "tooltip", title: "click or Escape closes it", hidden: true });
+  /** Whether the note of the pinned token is shown; its marks stay without it. */
+  let noted = true;
+  const unpin = () => view().pinned && look({ pinned: null });
+  tip.addEventListener("click", (event) => {
+    event.stopPropagation();
+    unpin();
+  });
+  /** @param {PointerEvent} event */
+  const pressed = (event) => {
+    const on = event.composedPath().find((each) => each instanceof Element && each.matches(".cl-token, .cl-plot-box, .cl-tip"));
+    if (tip.hidden || (on && root.contains(/** @type {Node} */ (on)))) return;
+    noted = false;
+    drawMarks();
+  };
+  /** @param {KeyboardEvent} event */
+  const escaped = (event) => {
+    if (event.key !== "Escape" || (!hovered && !view().pinned)) return;
+    hovered = null;
+    unpin();
+    drawMarks();
+  };
+  document.addEventListener("pointerdown", pressed, true);
+  document.addEventListener("keydown", escaped, true);
+  const field = h("textarea", { rows: 2, placeholder: "type a message …", "aria-label": "message", "data-local": "" });
   field.value = model.get("draft");
+  field.addEventListener("change", () => {
+    model.set("draft", field.value);
+    model.save_changes();
+  });
+  /** A message that was sent and not answered yet. */
+  let unheard = "";
   const send = h("button", { type: "button" }, "send ⏎");
   const again = h("button", { type: "button", class: "cl-small" }, "regenerate");
   const fresh = h("button", { type: "button", class: "cl-small" }, "new chat");
   const submit = () => {
-    mark(field, field.value.trim() ? "" : "the message is empty");
+    const text = field.value;
+    if (link.dead) return;
+    mark(field, text.trim() ? "" : "the message is empty");
     if (heldBack(root)) return;
-    tell({ kind: "ask", text: field.value });
     field.value = "";
+    unheard = text;
+    handled.set(tell({ kind: "ask", text }), (failed) => {
+      unheard = "";
+      if (failed && !field.value) field.value = text;
+    });
   };
   send.addEventListener("click", submit);
   field.addEventListener("keydown", (event) => {
@@ -305,9 +346,9 @@ function render({ model, el }) {
     const run = model.get("run");
     const moved = moving.size > 0 || edits.size > 0;
     const word = moved && model.get("turns").length ? "waiting" : WORDS[run.status];
-    write(status, `${word} ●`);
-    status.dataset.status = moved && model.get("turns").length ? "waiting" : run.status;
-    stop.disabled = !["waiting", "running"].includes(run.status);
+    write(status, link.dead ? "not connected ○" : `${word} ●`);
+    status.dataset.status = link.dead && run.status !== "failed" ? "ended" : moved && model.get("turns").length ? "waiting" : run.status;
+    stop.disabled = link.dead || !["waiting", "running"].includes(run.status);
     for (const side of /** @type {const} */ (["baseline", "steered"])) {
       const found = sides[side].answer;
       const failed = run.status === "failed" && (run.sides ?? []).includes(side);
@@ -321,7 +362,7 @@ function render({ model, el }) {
 
   // -- plots ------------------------------------------------------------------------------------------------------------
 
-  const layer = h("select", { "aria-label": "layer of the tints and plots" }, ...Array.from({ length: facts.layers }, (_, at) => h("option", { value: at }, at)));
+  const layer = h("select", { "aria-label": "layer of the tints and plots", "data-local": "" }, ...Array.from({ length: facts.layers }, (_, at) => h("option", { value: at }, at)));
   layer.addEventListener("change", () => look({ layers: [Number(layer.value), ...view().layers.slice(1).filter((each) => each !== Number(layer.value))] }));
   const more = layerStrip({
     label: "layers of the plots",
@@ -354,7 +395,7 @@ function render({ model, el }) {
     "section",
     { class: "cl-plots", "aria-label": "plots" },
     legend,
-    h("div", { class: "cl-looks" }, h("label", {}, "layer ", layer), h("label", {}, "direction ", direction), more.element, h("span", { class: "cl-space" }), h("div", { role: "tablist", "aria-label": "plots" }, ...tabs)),
+    h("div", { class: "cl-looks" }, h("label", {}, "layer ", layer), h("label", {}, "direction ", direction), more.element, h("span", { class: "cl-space" }), h("div", { role: "tablist", "aria-label": "plots", "data-local": "" }, ...tabs)),
     plotBox,
   );
 
@@ -393,19 +434,16 @@ function render({ model, el }) {
     for (const side of /** @type {const} */ (["baseline", "steered"])) {
       panes[side].mark(pinned ? pinned.position : null, hovered && hovered.side === side ? hovered.position : null);
     }
-    const shown = hovered ?? pinned;
+    const shown = hovered ?? (noted ? pinned : null);
     const pane = shown ? panes[/** @type {"baseline" | "steered"} */ (shown.side)] : null;
-    const span = shown && pane ? pane.span(shown.position) : null;
-    tip.hidden = !span || !shown;
-    if (span && shown) {
+    tip.hidden = !shown || !pane?.span(shown.position);
+    if (shown && pane && !tip.hidden) {
       const { answer: found, numbers } = sides[shown.side];
       const values = projectionsAt(numbers, layers[0]);
       const value = values && numbers ? values[shown.position - numbers.first] : NaN;
       write(tip, `${view().direction ?? "no direction"} at ${layers[0]}: ${short(value ?? NaN)} · token ${found?.ids[shown.position - found.first]} · position ${shown.position}`);
-      const box = span.getBoundingClientRect();
-      const around = root.getBoundingClientRect();
-      tip.style.left = `${Math.min(Math.max(box.left - around.left, 0), Math.max(around.width - 320, 0))}px`;
-      tip.style.top = `${box.bottom - around.top + 4}px`;
+      tip.classList.toggle("cl-tip-pinned", !hovered || hovered.position === pinned?.position);
+      pane.note(tip, shown.position);
     }
     drawPlots();
   }
@@ -414,7 +452,7 @@ function render({ model, el }) {
 
   const receiptText = h("span", { class: "cl-receipt-text" });
   const code = h("pre", { class: "cl-code", tabindex: 0, "aria-label": "a cell that does it again" });
-  const copy = h("button", { type: "button", class: "cl-small" }, "copy as code");
+  const copy = h("button", { type: "button", class: "cl-small", "data-local": "" }, "copy as code");
   const shownCode = h("details", {}, h("summary", {}, "code"), code);
   copy.addEventListener("click", async () => {
     try {
@@ -445,9 +483,22 @@ function render({ model, el }) {
 
   // -- together ---------------------------------------------------------------------------------------------------------
 
-  const root = h("div", { class: "cl-panel cl-steering", "data-lm-suppress-shortcuts": "true" }, header, error, vectors, chats, plots, receipt, tip);
+  const root = h("div", { class: "cl-panel cl-steering" }, header, ended, error, vectors, chats, plots, receipt);
   error.after(problemLine(root));
   el.append(root);
+  const leaveKeys = keepKeys(root);
+  const leaveColours = followColours(root);
+  const switchOff = switchOf(root);
+
+  /** Says that nothing answers, if so, and switches off what needs an answer. */
+  function drawEnded() {
+    write(ended, link.ended);
+    ended.hidden = !link.ended;
+    switchOff(link.dead);
+    if (link.dead && unheard && !field.value) field.value = unheard;
+    if (link.dead) unheard = "";
+    drawState();
+  }
 
   function drawSampling() {
     const found = model.get("sampling");
@@ -473,21 +524,30 @@ function render({ model, el }) {
     ["change:busy", () => { write(busy, model.get("busy")); build.disabled = demo.disabled = Boolean(model.get("busy")); }],
     ["change:built", drawBuilt],
     ["change:saved", drawSaved],
-    ["change:draft", () => { field.value = model.get("draft"); }],
-    ["change:view", () => { drawLooks(); drawTints(); drawMarks(); }],
+    ["change:draft", () => { if (document.activeElement !== field) field.value = model.get("draft"); }],
+    ["change:view", () => { notePinned(); drawLooks(); drawTints(); drawMarks(); }],
     ...["baseline", "steered"].map((side) => /** @type {[string, () => void]} */ ([`change:${side}`, () => { take(side); drawTexts(); drawTints(); drawState(); drawMarks(); drawLooks(); }])),
   ];
-  /** @param {any} message */
-  const acknowledged = (message) => {
-    if (message?.view !== viewId || !("ack" in message)) return;
-    answered = Math.max(answered, message.ack);
-    for (const [id, edit] of edits) if (edit.n <= message.ack) edits.delete(id);
+  let pinnedAt = view().pinned?.position;
+  /** Another pinned token has its note shown. */
+  function notePinned() {
+    const now = view().pinned?.position;
+    if (now !== pinnedAt) noted = true;
+    pinnedAt = now;
+  }
+
+  /** @param {number} n @param {boolean} failed */
+  function acknowledged(n, failed) {
+    for (const [id, edit] of edits) if (edit.n <= n) edits.delete(id);
+    for (const [each, done] of handled) {
+      if (each > n) continue;
+      handled.delete(each);
+      done(each === n && failed);
+    }
     drawRows();
     drawState();
-    drawPending();
-  };
+  }
   for (const [event, listener] of listeners) model.on(event, listener);
-  model.on("msg:custom", acknowledged);
   const leaveOutputs = followOutputs(model);
   take("baseline");
   take("steered");
@@ -503,10 +563,12 @@ function render({ model, el }) {
   drawMarks();
   drawPending();
   drawSaved();
+  drawEnded();
   return () => {
     for (const [event, listener] of listeners) model.off(event, listener);
-    model.off("msg:custom", acknowledged);
-    leaveOutputs();
+    document.removeEventListener("pointerdown", pressed, true);
+    document.removeEventListener("keydown", escaped, true);
+    for (const leave of [leaveOutputs, leaveKeys, leaveColours, link.close]) leave();
   };
 }
 

@@ -3,7 +3,9 @@
 import { tint } from "./lib/colours.js";
 import { fill, h, s, write } from "./lib/dom.js";
 import { heldBack, mark, numberField, problemLine, setNumber } from "./lib/fields.js";
+import { followColours, keepKeys } from "./lib/host.js";
 import { layerStrip } from "./lib/layers.js";
+import { linkTo, switchOf } from "./lib/link.js";
 import { followOutputs } from "./lib/outputs.js";
 import { colourLegend } from "./lib/plots.js";
 import { cellAt, dosesFrom, mostEffect } from "./lib/sweeps.js";
@@ -21,13 +23,8 @@ const READ = "The unsteered model reads each answer, and x·u is its mean there:
 /** @param {{model: Model, el: HTMLElement}} context */
 function render({ model, el }) {
   const facts = model.get("facts");
-  const viewId = Math.random().toString(36).slice(2);
-  let count = 0;
-  /** @param {Record<string, unknown>} message */
-  function tell(message) {
-    count += 1;
-    model.send({ ...message, view: viewId, n: count });
-  }
+  const link = linkTo(model, el, { active: () => model.get("run").status === "running", answered: () => {}, drawn: () => drawEnded() });
+  const { tell } = link;
   const change = (/** @type {Record<string, unknown>} */ patch) => tell({ kind: "plan", patch });
 
   const status = h("span", { class: "cl-status", role: "status", "aria-live": "polite" });
@@ -41,6 +38,7 @@ function render({ model, el }) {
   stop.addEventListener("click", () => tell({ kind: "stop" }));
   const header = h("header", { class: "cl-header" }, h("strong", {}, "sweep"), h("span", {}, facts.model), h("span", { class: "cl-space" }), status, start, stop);
   const error = h("div", { class: "cl-error", role: "alert" });
+  const ended = h("div", { class: "cl-notice", role: "status", hidden: true });
 
   const vector = h("select", { "aria-label": "vector" });
   vector.addEventListener("change", () => {
@@ -93,9 +91,20 @@ function render({ model, el }) {
   );
   const grid = h("div", { class: "cl-grid-box" });
   const text = h("section", { class: "cl-sweep-text", "aria-live": "polite", "aria-label": "text of the chosen run" });
-  const root = h("div", { class: "cl-panel cl-sweep", "data-lm-suppress-shortcuts": "true" }, header, error, controls, grid, text);
+  const root = h("div", { class: "cl-panel cl-sweep" }, header, ended, error, controls, grid, text);
   error.after(problemLine(root));
   el.append(root);
+  const leaveKeys = keepKeys(root);
+  const leaveColours = followColours(root);
+  const switchOff = switchOf(root);
+
+  /** Says that nothing answers, if so, and switches off what needs an answer. */
+  function drawEnded() {
+    write(ended, link.ended);
+    ended.hidden = !link.ended;
+    switchOff(link.dead);
+    drawRun();
+  }
 
   /** @param {Cell} cell */
   function choose(cell) {
@@ -135,7 +144,7 @@ function render({ model, el }) {
     const rows = [...plan.layers].sort((left, right) => right - left);
     const width = MARGIN_LEFT + plan.doses.length * CELL_WIDTH + 8;
     const height = MARGIN_TOP + rows.length * CELL_HEIGHT + 8;
-    const hatch = `cl-hatch-${viewId}`;
+    const hatch = `cl-hatch-${link.view}`;
     /** @type {SVGElement[]} */
     const parts = [
       s("defs", {}, s("pattern", { id: hatch, width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" }, s("line", { x1: 0, y1: 0, x2: 0, y2: 6, class: "cl-hatch-line" }))),
@@ -196,9 +205,10 @@ function render({ model, el }) {
 
   function drawRun() {
     const run = model.get("run");
-    write(status, run.total ? `${run.status} ${run.done ?? 0} of ${run.total}` : run.status);
-    status.dataset.status = run.status;
-    stop.disabled = run.status !== "running";
+    const word = run.total ? `${run.status} ${run.done ?? 0} of ${run.total}` : run.status;
+    write(status, link.dead ? `not connected, ${word}` : word);
+    status.dataset.status = link.dead ? "ended" : run.status;
+    stop.disabled = link.dead || run.status !== "running";
     write(error, model.get("error"));
     error.hidden = !model.get("error");
   }
@@ -218,9 +228,10 @@ function render({ model, el }) {
   drawGrid();
   drawText();
   drawRun();
+  drawEnded();
   return () => {
     for (const [event, listener] of listeners) model.off(event, listener);
-    leaveOutputs();
+    for (const leave of [leaveOutputs, leaveKeys, leaveColours, link.close]) leave();
   };
 }
 

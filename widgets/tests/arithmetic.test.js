@@ -5,6 +5,7 @@ import { pixel, strength, tint } from "../src/lib/colours.js";
 import { numberProblem } from "../src/lib/fields.js";
 import { bandMean, cosines, largest, leftOut, madeWith, notAnswered, numbersOf, overflowed, parting, perMessage, unpack } from "../src/lib/numbers.js";
 import { between, fraction, keyMove, levelOf, ranges, short, ticks, valueAt, withRange } from "../src/lib/scales.js";
+import { contrast, palette } from "../src/lib/theme.js";
 import { cellAt, dosesFrom, mostEffect } from "../src/lib/sweeps.js";
 
 /** @param {number[][]} rows */
@@ -156,4 +157,23 @@ test("an earlier answer says its own values, or that it has none", () => {
   assert.equal(madeWith(turn, "baseline"), "not steered · seed 7 · T 0");
   assert.equal(madeWith(turn, "steered"), "no answer");
   assert.equal(madeWith({ ...turn, steered: "c" }, "steered"), "given, not made here");
+});
+
+test("texts can be read on every ground", () => {
+  const channel = (/** @type {string} */ colour) => colour.match(/\d+/g)?.map(Number) ?? [];
+  for (let red = 0; red <= 255; red += 51) {
+    for (let green = 0; green <= 255; green += 51) {
+      for (let blue = 0; blue <= 255; blue += 51) {
+        const { colours } = palette([red, green, blue]);
+        for (const text of ["fg", "dim", "blue-text", "amber-text", "red-text"]) {
+          for (const ground of ["bg", "soft"]) {
+            const found = contrast(channel(colours[text]), channel(colours[ground]));
+            assert.ok(found >= 4.5, `${text} on ${ground} of ${red}, ${green}, ${blue}: ${found}`);
+          }
+        }
+      }
+    }
+  }
+  assert.equal(palette([30, 30, 30]).dark, true);
+  assert.equal(palette([253, 246, 227]).dark, false);
 });

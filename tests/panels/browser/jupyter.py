@@ -67,7 +67,7 @@ class Server:
     Without ``kernels`` it knows of none, as a machine on which a notebook is only read.
     """
 
-    def __init__(self, folder: Path, *, kernels: bool = True) -> None:
+    def __init__(self, folder: Path, *, kernels: bool = True, options: Sequence[str] = ()) -> None:
         self.folder, self.token = folder, secrets.token_hex(16)
         self.root, self._runtime = folder / "notebooks", folder / "runtime"
         self.root.mkdir(parents=True)
@@ -86,6 +86,7 @@ class Server:
             "VLLM_LOGGING_LEVEL": "ERROR",
         }
         options = [
+            *options,
             f"--ServerApp.port={self.port}",
             "--ServerApp.port_retries=0",
             f"--IdentityProvider.token={self.token}",

@@ -215,3 +215,44 @@ def tints(panel: Panel) -> list[str]:
         panel.pane().locator(".cl-token").evaluate_all("all => all.map(each => each.style.backgroundColor)")
     )
     return found
+
+
+CONTRASTS = """root => {
+    const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+    const rgba = colour => { canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1);
+        const found = [...canvas.getImageData(0, 0, 1, 1).data]; return [...found.slice(0, 3), found[3] / 255]; };
+    const over = (top, below) => top.slice(0, 3).map((each, at) => each * top[3] + below[at] * (1 - top[3]));
+    const linear = each => each <= 0.04045 ? each / 12.92 : ((each + 0.055) / 1.055) ** 2.4;
+    const light = rgb => rgb.map(each => linear(each / 255))
+        .reduce((sum, each, at) => sum + each * [0.2126, 0.7152, 0.0722][at], 0);
+    const around = element => { const found = [];
+        for (let at = element; at; at = at.parentElement) found.push(getComputedStyle(at)); return found; };
+    const behind = element => { const layers = [];
+        for (const style of around(element)) { const found = rgba(style.backgroundColor);
+            if (found[3] > 0) layers.push(found); if (found[3] === 1) break; }
+        return layers.reduceRight((below, top) => over(top, below), [255, 255, 255]); };
+    const found = {};
+    const measure = (element, colour, name) => {
+        const ground = behind(element), text = rgba(colour);
+        for (const style of around(element)) text[3] *= Number(style.opacity);
+        const [high, low] = [light(over(text, ground)), light(ground)].sort((left, right) => right - left);
+        const ratio = (high + 0.05) / (low + 0.05);
+        if (ratio < 4.5) found[name] = ratio; };
+    for (const element of root.querySelectorAll("*")) {
+        if (!element.checkVisibility({ visibilityProperty: true }) || element.closest("option")) continue;
+        const style = getComputedStyle(element), drawn = element instanceof SVGElement;
+        const own = [...element.childNodes].some(each => each.nodeType === 3 && each.textContent.trim());
+        const said = (element.textContent || element.value || "").slice(0, 30);
+        const name = `${element.tagName}.${element.getAttribute("class")}: ${said}`;
+        if (drawn ? element.tagName === "text" : own || element.value)
+            measure(element, drawn ? style.fill : style.color, name);
+        if (element.placeholder) measure(element, getComputedStyle(element, "::placeholder").color, `(${name})`);
+    }
+    return found;
+}"""
+
+
+def weak_texts(panel: Panel) -> dict[str, float]:
+    """Return the texts of a panel whose contrast with what is behind them is below 4.5 (WCAG 2), each with it."""
+    found: dict[str, float] = panel.root.evaluate(CONTRASTS)
+    return found

@@ -9,7 +9,7 @@ import { madeWith, notAnswered } from "./numbers.js";
 
 /**
  * @param {string} side
- * @param {{hover: (side: string, position: number | null) => void, pin: (side: string, position: number) => void, edit: (turn: number, text: string) => void}} calls
+ * @param {{hover: (side: string, position: number | null) => void, pin: (side: string, position: number) => void, edit: (turn: number, text: string, done: (saved: boolean) => void) => void, moved: () => void}} calls
  */
 export function chatPane(side, calls) {
   /** @type {Map<number, HTMLElement>} */
@@ -19,10 +19,40 @@ export function chatPane(side, calls) {
   let answerBody = h("div");
   let shownTokens = 0;
   let active = -1;
-  const body = h("div", { class: "cl-messages", tabindex: 0, role: "log", "aria-label": `${side} conversation; arrow keys walk over its tokens, Enter pins one` });
+  const list = h("div");
+  const body = h("div", { class: "cl-messages", tabindex: 0, role: "log", "aria-label": `${side} conversation; arrow keys walk over its tokens, Enter pins one` }, list);
+  const newest = h("button", { type: "button", class: "cl-small cl-newest", "data-local": "", "aria-label": `go to the end of the ${side} conversation`, hidden: true }, "↓ newest");
   const waiting = h("div", { class: "cl-pending" });
   const problem = h("div", { class: "cl-error", role: "alert", hidden: true });
-  const element = h("section", { class: `cl-pane cl-${side}`, "aria-label": side }, h("div", { class: "cl-pane-title" }, side), body, waiting, problem);
+  const element = h("section", { class: `cl-pane cl-${side}`, "aria-label": side }, h("div", { class: "cl-pane-title" }, side, newest), body, waiting, problem);
+
+  let following = true;
+  let place = 0;
+
+  /** Shows the end of the conversation, or what the user has scrolled to. */
+  function follow() {
+    if (!body.clientHeight) return; // not on the page
+    body.scrollTop = following ? body.scrollHeight : place;
+    place = body.scrollTop;
+  }
+
+  body.addEventListener("scroll", () => {
+    if (!body.clientHeight) return;
+    if (body.scrollHeight - body.clientHeight - body.scrollTop <= 4) following = true;
+    else if (body.scrollTop < place - 1) following = false; // by the user's hand: contents that grow do not scroll
+    place = body.scrollTop;
+    newest.hidden = following;
+  });
+  newest.addEventListener("click", () => {
+    following = true;
+    newest.hidden = true;
+    follow();
+    body.focus({ preventScroll: true });
+  });
+  new ResizeObserver(() => {
+    follow();
+    calls.moved();
+  }).observe(body);
 
   /** @param {number} position @param {string} text */
   function token(position, text) {
@@ -47,8 +77,11 @@ export function chatPane(side, calls) {
         row.classList.remove("cl-editing");
       };
       save.addEventListener("click", () => {
-        calls.edit(turn, field.value);
-        done();
+        save.disabled = true;
+        calls.edit(turn, field.value, (saved) => {
+          save.disabled = false;
+          if (saved) done(); // else what was typed stays
+        });
       });
       leave.addEventListener("click", done);
       field.addEventListener("keydown", (event) => {
@@ -90,7 +123,7 @@ export function chatPane(side, calls) {
     });
     answerBody = h("div", { class: "cl-text cl-answer", "data-side": side }, answer.head);
     rows.push(h("div", { class: "cl-message", "data-role": "assistant" }, h("span", { class: "cl-role" }, "assistant"), answerBody));
-    fill(body, ...rows);
+    fill(list, ...rows);
     shownTokens = 0;
   }
 
@@ -128,7 +161,7 @@ export function chatPane(side, calls) {
       if (!answer) {
         drawn = null;
         spans = new Map();
-        fill(body);
+        fill(list);
       } else {
         if (!drawn || drawn.number !== answer.number || drawn.first !== answer.first || answer.texts.length < shownTokens) rebuild(answer, turns);
         const from = Math.max(answer.prompt - answer.first, 0);
@@ -145,7 +178,43 @@ export function chatPane(side, calls) {
       }
       const known = answer ? answer.messages.filter((each) => each.role === "user").map((each) => each.content) : [];
       const open = notAnswered(known, turns.map((turn) => turn.user));
+      follow();
       fill(waiting, ...open.map((text) => h("div", { class: "cl-message", "data-role": "user" }, h("span", { class: "cl-role" }, "user"), h("div", { class: "cl-text" }, text))));
+    },
+    /**
+     * Puts a note beside a token, inside the conversation: it scrolls with its token and covers no control.
+     *
+     * @param {HTMLElement} note @param {number} position @returns {boolean} whether the token is there
+     */
+    note(note, position) {
+      const span = spans.get(position);
+      if (!span) return false;
+      note.classList.remove("cl-tip-below");
+      note.style.left = note.style.top = "0";
+      if (note.parentNode !== body) body.append(note);
+      const origin = list.getBoundingClientRect();
+      /** @param {DOMRect} box */
+      const inside = (box) => ({ left: box.left - origin.left, top: box.top - origin.top, width: box.width, height: box.height });
+      const at = inside(span.getClientRects()[0] ?? span.getBoundingClientRect());
+      const { width, height } = note.getBoundingClientRect();
+      const taken = [...list.querySelectorAll("button, textarea")].map((each) => inside(each.getBoundingClientRect())).filter((each) => each.width > 0);
+      const lefts = [at.left, at.left + at.width - width, 0].map((left) => Math.max(0, Math.min(left, origin.width - width)));
+      const places = [
+        ...lefts.map((left) => ({ left, top: at.top + at.height + 2 })),
+        ...lefts.map((left) => ({ left, top: at.top - height - 2 })),
+        { left: at.left + at.width + 4, top: at.top },
+        { left: at.left - width - 4, top: at.top },
+      ];
+      const found = places.find(
+        ({ left, top }) =>
+          left >= 0 && left + width <= origin.width + 1 && top >= 0 && top + height <= origin.height + 1 &&
+          !taken.some((each) => left < each.left + each.width && each.left < left + width && top < each.top + each.height && each.top < top + height),
+      );
+      if (found) {
+        note.style.left = `${found.left}px`;
+        note.style.top = `${found.top}px`;
+      } else note.classList.add("cl-tip-below"); // there is no room: it stands below the conversation
+      return true;
     },
     /** @param {(position: number) => number} valueOf NaN where nothing is known, infinite where it is not finite @param {number} most */
     tint(valueOf, most) {
@@ -169,6 +238,7 @@ export function chatPane(side, calls) {
       body.hidden = error !== null;
       problem.hidden = error === null;
       write(problem, error ?? "");
+      follow();
     },
   };
 }
