@@ -34,7 +34,7 @@ def quieten() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if "PYTHONWARNINGS" not in os.environ:
         os.environ["PYTHONWARNINGS"] = "ignore::FutureWarning"
-        warnings.filterwarnings("ignore", category=FutureWarning, module=r"(vllm|torch)\b")
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"(vllm|torch|transformers|huggingface_hub)\b")
 
 
 @contextlib.contextmanager
