@@ -29,7 +29,7 @@ def test_it_is_short() -> None:
 def test_what_it_says_of_architectures_is_what_the_table_says() -> None:
     counts = Counter(row.verdict.partition(":")[0] for row in compared())
     said = re.search(
-        r"^(\d+) architectures match .*?(\d+) are refused .*? and (\d+) cannot", README, re.MULTILINE | re.DOTALL
+        r"^(\d+) models match .*?(\d+) are\s+refused .*? and (\d+) cannot", README, re.MULTILINE | re.DOTALL
     )
     assert said is not None
     assert [int(number) for number in said.groups()] == [counts["right"], counts["refused"], counts["not buildable"]]
