@@ -10,14 +10,21 @@ from typing import Any
 import numpy as np
 
 from chatspace_lab.errors import MessageLocationError, RequestError
+from chatspace_lab.locate import locate
+from chatspace_lab.special_tokens import special_ids, split_special
 
 Message = Mapping[str, Any]
 
-MARKER = re.compile(r"CLM(\d+)XQQQQQQ\1MLC")
-"""Stands for the content of the message of that number where the template is looked at."""
+OPENED = re.compile(r"<think>\s*\Z")
+"""How a prompt ends whose template has begun the thinking already."""
 
-_Chosen = tuple[Any, ...]
-"""Nothing, or (what was chosen before, the last choice): lists that share their beginnings."""
+APART = re.compile(r"think|channel|reason", re.IGNORECASE)
+"""Special tokens that set a part of an answer apart have names with one of these words."""
+
+CHANNEL = re.compile(
+    r"<\|channel\|>(\w+)[^<]*<\|message\|>(.*?)(?=<\|(?:end|return|call|start|channel)\|>|\Z)", re.DOTALL
+)
+"""One part of an answer in channels: its name and its text."""
 
 
 class ChatResponse(str):
@@ -26,27 +33,35 @@ class ChatResponse(str):
     Attributes
     ----------
     prefill
-        The part that the caller gave (``continue_final_message``); empty otherwise.
+        The part that the caller gave (``continue_final_message``), as the template has rendered it; empty otherwise.
     generated
         The part that the model wrote.
     finish_reason
         ``"stop"``, ``"length"``, or None if it was cut off.
     """
 
-    __slots__ = ("finish_reason", "generated", "prefill")
+    __slots__ = ("_message", "finish_reason", "generated", "prefill")
 
     prefill: str
     generated: str
     finish_reason: str | None
+    _message: dict[str, str] | None
 
-    def __new__(cls, generated: str, prefill: str = "", finish_reason: str | None = None) -> ChatResponse:
-        """Join the two parts."""
+    def __new__(
+        cls,
+        generated: str,
+        prefill: str = "",
+        finish_reason: str | None = None,
+        message: Mapping[str, str] | None = None,
+    ) -> ChatResponse:
+        """Join the two parts. ``message`` is what :meth:`to_message` returns, if that is not simply the text."""
         response = super().__new__(cls, prefill + generated)
         response.prefill, response.generated, response.finish_reason = prefill, generated, finish_reason
+        response._message = None if message is None else dict(message)
         return response
 
-    def __getnewargs__(self) -> tuple[str, str, str | None]:  # type: ignore[override]
-        return self.generated, self.prefill, self.finish_reason
+    def __getnewargs__(self) -> tuple[str, str, str | None, dict[str, str] | None]:  # type: ignore[override]
+        return self.generated, self.prefill, self.finish_reason, self._message
 
     @property
     def has_prefill(self) -> bool:
@@ -58,8 +73,13 @@ class ChatResponse(str):
         return str(self)
 
     def to_message(self) -> dict[str, str]:
-        """Return the answer as a message for the next turn."""
-        return {"role": "assistant", "content": str(self)}
+        """Return the answer as a message for the next turn.
+
+        Its content is the text, but in three cases. Thinking that the template began in the prompt has its ``<think>``
+        again; special tokens around thinking, which the text leaves out, stand there; an answer in channels
+        (``<|channel|>final<|message|>``) has the final one as its content, and the others as ``thinking``.
+        """
+        return {"role": "assistant", "content": str(self)} if self._message is None else dict(self._message)
 
 
 @dataclass(frozen=True)
@@ -100,7 +120,7 @@ class RenderedChat:
     boundaries
         Per message its boundary, or the error that says why it cannot be located.
     prefill
-        Content of the final message, if it is to be continued.
+        Content of the final message as the template has rendered it, if it is to be continued.
     messages
         As given.
     """
@@ -170,7 +190,9 @@ def render(tokenizer: Any, messages: Any, options: Mapping[str, Any] | None = No
         The conversation.
     options
         Arguments of ``apply_chat_template``: ``add_generation_prompt`` (default True), ``continue_final_message``,
-        ``chat_template``, and whatever the template itself understands.
+        ``chat_template``, and whatever the template itself understands. And ``split_special_tokens`` (default False):
+        whether special tokens that a message's own text spells, such as ``<|im_end|>``, are sent as the ordinary text
+        that they are written in. By default the model reads them as it reads those of the template.
 
     Raises
     ------
@@ -182,6 +204,9 @@ def render(tokenizer: Any, messages: Any, options: Mapping[str, Any] | None = No
     for name in ("tokenize", "return_tensors", "return_dict", "padding", "truncation", "max_length"):
         if name in arguments:
             raise RequestError(f"chat_options: {name} is decided here; the prompt is never cut or padded")
+    split = arguments.pop("split_special_tokens", False)
+    if not isinstance(split, bool):
+        raise RequestError(f"chat_options: split_special_tokens must be True or False, got {split!r}")
     continues = bool(arguments.get("continue_final_message"))
     arguments.setdefault("add_generation_prompt", not continues)
     if continues and arguments["add_generation_prompt"]:
@@ -196,93 +221,108 @@ def render(tokenizer: Any, messages: Any, options: Mapping[str, Any] | None = No
         text = template(conversation)
     except Exception as error:
         raise RequestError(f"the chat template cannot render this conversation: {error}") from error
+
+    def with_contents(contents: Mapping[int, str]) -> str:
+        return template(
+            [{**each, "content": contents[at]} if at in contents else each for at, each in enumerate(conversation)]
+        )
+
+    contents = [message.get("content") or "" for message in conversation]
+    places = locate(with_contents, contents, text)
     encoding = tokenizer(check_text(text), add_special_tokens=False, return_offsets_mapping=bool(tokenizer.is_fast))
+    ids, offsets = list(encoding["input_ids"]), encoding.get("offset_mapping")
+    if split:
+        if offsets is None:
+            raise RequestError("chat_options: split_special_tokens needs a fast tokenizer, and this one is none")
+        for index, (content, place) in enumerate(zip(contents, places, strict=True)):
+            spelt = tokenizer(content, add_special_tokens=False)["input_ids"] if isinstance(place, str) else ()
+            if special_ids(tokenizer).intersection(spelt):
+                raise RequestError(f"chat_options: split_special_tokens: message {index} cannot be located: {place}")
+        ids, offsets = split_special(
+            tokenizer, text, ids, offsets, [each for each in places if not isinstance(each, str)]
+        )
     return RenderedChat(
         text=text,
-        token_ids=list(encoding["input_ids"]),
-        boundaries=_locate(template, conversation, text, encoding.get("offset_mapping")),
-        prefill=conversation[-1]["content"] if continues else "",
+        token_ids=ids,
+        boundaries=_boundaries(conversation, contents, places, offsets),
+        prefill=_prefill(text, contents[-1], places[-1]) if continues else "",
         messages=conversation,
     )
 
 
-def _locate(
-    template: Any, conversation: list[dict[str, Any]], text: str, offsets: Any
-) -> tuple[MessageBoundary | MessageLocationError, ...]:
-    """Find each message in the rendered text.
+def answer(
+    tokenizer: Any, chat: RenderedChat | None, text: str, token_ids: Sequence[int], finish_reason: str | None
+) -> ChatResponse:
+    """Return what the model wrote as a :class:`ChatResponse`.
 
-    The template is rendered once more with a marker in place of each content. What stands between the markers must
-    stand in the real text too; what stands at a marker must be what templates make of a content: itself, trimmed, or
-    what follows its closed thinking. Only a division that rebuilds the text exactly, and is the only one, counts.
+    Parameters
+    ----------
+    tokenizer
+        A Hugging Face tokenizer.
+    chat
+        What was answered.
+    text, token_ids
+        The answer, as the engine gives it.
+    finish_reason
+        ``"stop"``, ``"length"``, or None if it was cut off.
     """
+    prefill = chat.prefill if chat else ""
+    message = message_of(tokenizer, chat.text if chat and not prefill else "", prefill, text, token_ids)
+    return ChatResponse(text, prefill, finish_reason, message)
 
-    def fail(reason: str) -> tuple[MessageLocationError, ...]:
-        return tuple(
-            MessageLocationError(f"message {index} ({message['role']}) cannot be located: {reason}")
-            for index, message in enumerate(conversation)
-        )
 
-    if offsets is None:
-        return fail("this tokenizer does not say which characters a token stands for")
-    if MARKER.search(text):
-        return fail("its text contains the markers used to find it")
-    try:
-        skeleton = template(
-            [{**message, "content": f"CLM{index}XQQQQQQ{index}MLC"} for index, message in enumerate(conversation)]
-        )
-    except Exception as error:  # noqa: BLE001 - templates raise what they like
-        return fail(f"the template does not render other contents: {error}")
-    spans = _divide(skeleton, [message.get("content") or "" for message in conversation], text)
-    if isinstance(spans, str):
-        return fail(spans)
-    edges = np.array(offsets, dtype=np.int64).reshape(-1, 2)
+def message_of(tokenizer: Any, prompt: str, prefill: str, text: str, token_ids: Sequence[int]) -> dict[str, str] | None:
+    """Return an answer as a message, as :meth:`ChatResponse.to_message` describes it; None if it is simply the text.
+
+    ``prompt`` is the rendered conversation, empty where its last message is continued.
+    """
+    special = special_ids(tokenizer)
+    ids = list(token_ids)
+    while ids and ids[-1] in special and not APART.search(str(tokenizer.convert_ids_to_tokens(ids[-1]))):
+        ids.pop()
+    whole = text
+    if any(token in special and APART.search(str(tokenizer.convert_ids_to_tokens(token))) for token in ids):
+        whole = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        shown = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        if text and shown.startswith(text) and len(shown) > len(text):  # a stop string was cut off
+            whole = whole[: len(text) - len(shown)]
+        parts = CHANNEL.findall(whole)
+        if parts:
+            found = {"role": "assistant", "content": "".join(said for name, said in parts if name == "final")}
+            thinking = "\n".join(said for name, said in parts if name == "analysis")
+            return {**found, "thinking": thinking} if thinking else found
+    elif len(ids) < len(token_ids):  # with skip_special_tokens=False the text has the token that ended it
+        for token in reversed(token_ids[len(ids) :]):
+            whole = whole.removesuffix(str(tokenizer.convert_ids_to_tokens(token)))
+    opened = OPENED.search(prompt)
+    if opened and not whole.lstrip().startswith("<think>"):
+        whole = opened.group() + whole
+    return None if whole == text else {"role": "assistant", "content": prefill + whole}
+
+
+def _prefill(text: str, content: str, place: tuple[int, int] | str) -> str:
+    """Return what the rendered text ends with of the content that is continued."""
+    if not isinstance(place, str):
+        return text[place[0] :]
+    at = text.rfind(content.strip())
+    return text[at:] if at >= 0 else content
+
+
+def _boundaries(
+    conversation: list[dict[str, Any]], contents: list[str], places: list[tuple[int, int] | str], offsets: Any
+) -> tuple[MessageBoundary | MessageLocationError, ...]:
+    """Return the tokens of each message, given the characters that it became and those of each token."""
+    edges = np.array(() if offsets is None else offsets, dtype=np.int64).reshape(-1, 2)
     found: list[MessageBoundary | MessageLocationError] = []
-    for index, (message, places) in enumerate(zip(conversation, spans, strict=True)):
-        where = f"message {index} ({message['role']}) cannot be located: "
-        if len(places) != 1:
-            reason = "the template leaves it out" if not places else f"the template repeats it {len(places)} times"
-            found.append(MessageLocationError(where + reason))
-            continue
-        start, end = _token_span(places[0], edges)
-        found.append(MessageBoundary(message["role"], message.get("content") or "", start, end))
+    for index, (message, content, place) in enumerate(zip(conversation, contents, places, strict=True)):
+        reason = place
+        if offsets is None:
+            reason = "this tokenizer does not say which characters a token stands for"
+        if isinstance(reason, str):
+            found.append(MessageLocationError(f"message {index} ({message['role']}) cannot be located: {reason}"))
+        else:
+            found.append(MessageBoundary(message["role"], content, *_token_span(reason, edges)))
     return _without_shared_tokens(found)
-
-
-def _divide(skeleton: str, contents: list[str], text: str) -> list[list[tuple[int, int]]] | str:
-    """Return each message's character spans in ``text``, or why there is no single answer."""
-    *pieces, tail = MARKER.split(skeleton)  # literal text, index of the message after it, literal text, …
-    forms = [_forms(content) for content in contents]
-    # Where in the text one can be so far, and by which choices of (message, start, end): two of them say enough.
-    reached: dict[int, list[_Chosen]] = {0: [()]}
-    for literal, number in zip(pieces[::2], map(int, pieces[1::2]), strict=True):
-        before, reached = reached, {}
-        for at, ways in before.items():
-            start = at + len(literal)
-            for form in forms[number] if text.startswith(literal, at) else ():
-                if text.startswith(form, start):
-                    span = (number, start, start + len(form))
-                    here = reached.setdefault(span[-1], [])
-                    here += [(way, span) for way in ways][: 2 - len(here)]
-    found = [way for at, ways in reached.items() if text[at:] == tail for way in ways]
-    if not found:
-        return "the template changes its content in a way that is not known"
-    if len(found) > 1:
-        return "the rendered text can be divided in more than one way"
-    spans: list[list[tuple[int, int]]] = [[] for _ in contents]
-    chosen = found[0]
-    while chosen:
-        chosen, (message, start, end) = chosen
-        spans[message].insert(0, (start, end))
-    return spans
-
-
-def _forms(content: str) -> list[str]:
-    """Return what templates make of a content, each once, the untouched one first."""
-    bases = [content]
-    if "</think>" in content:  # reasoning models drop the thinking of earlier turns
-        bases.append(content.rsplit("</think>", 1)[1])
-    forms = [form for base in bases for form in (base, base.strip(), base.lstrip(), base.rstrip(), base.lstrip("\n"))]
-    return list(dict.fromkeys(forms))
 
 
 def _token_span(characters: tuple[int, int], edges: np.ndarray) -> tuple[int, int]:

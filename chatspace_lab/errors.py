@@ -19,11 +19,13 @@
     ├── DemoModelError (RuntimeError)         the packaged demo model cannot be made; says what to install
     ├── EngineStartError (RuntimeError)       the engine did not start
     ├── EngineDeadError (RuntimeError)        the engine or one of its workers is gone
+    ├── ReadOnlyError (AttributeError)        what a running engine does not read again cannot be set; says what to use
     └── WorkerError (RuntimeError)            a worker failed; carries the worker's own traceback
 
 A model that was never compared with Hugging Face is used with an :class:`UncomparedWarning`, and an engine that runs
 otherwise than was asked for, or than is usual, with an :class:`EngineWarning`; near copies among the samples of a
-direction bring a :class:`NearCopiesWarning`.
+direction bring a :class:`NearCopiesWarning`, and a text whose special tokens the tokenizer doubles a
+:class:`SpecialTokenWarning`.
 
 An error from a worker is raised here as one of these, with the worker's traceback as its cause.
 """
@@ -113,6 +115,10 @@ class EngineDeadError(LabError, RuntimeError):
     """The engine, or one of its workers, is gone. Close the model and make a new one."""
 
 
+class ReadOnlyError(LabError, AttributeError):
+    """An attribute that a running engine does not read again; setting it would have no effect. Says what to use."""
+
+
 class WorkerError(LabError, RuntimeError):
     """A worker failed. Its own traceback is the cause of this error."""
 
@@ -139,3 +145,7 @@ class NearCopiesWarning(UserWarning):
 
 class EngineWarning(UserWarning):
     """The engine runs otherwise than was asked for, or than vLLM's default; says what differs, and why if known."""
+
+
+class SpecialTokenWarning(UserWarning):
+    """A text begins or ends with a special token that the tokenizer adds too, so that the model sees it twice."""

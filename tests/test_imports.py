@@ -26,6 +26,8 @@ LEVELS = [
     "spans",
     "readings",
     "steering",
+    "special_tokens",
+    "locate",
     "chat",
     "capture",
     "runtime",
