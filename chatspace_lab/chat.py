@@ -229,6 +229,8 @@ def render(tokenizer: Any, messages: Any, options: Mapping[str, Any] | None = No
 
     contents = [message.get("content") or "" for message in conversation]
     places = locate(with_contents, contents, text)
+    if continues and not contents[-1]:
+        places[-1] = len(text), len(text)
     encoding = tokenizer(check_text(text), add_special_tokens=False, return_offsets_mapping=bool(tokenizer.is_fast))
     ids, offsets = list(encoding["input_ids"]), encoding.get("offset_mapping")
     if split:
@@ -266,9 +268,10 @@ def answer(
     finish_reason
         ``"stop"``, ``"length"``, or None if it was cut off.
     """
-    prefill = chat.prefill if chat else ""
-    message = message_of(tokenizer, chat.text if chat and not prefill else "", prefill, text, token_ids)
-    return ChatResponse(text, prefill, finish_reason, message)
+    if chat is None:
+        return ChatResponse(text, "", finish_reason)
+    message = message_of(tokenizer, "" if chat.prefill else chat.text, chat.prefill, text, token_ids)
+    return ChatResponse(text, chat.prefill, finish_reason, message)
 
 
 def message_of(tokenizer: Any, prompt: str, prefill: str, text: str, token_ids: Sequence[int]) -> dict[str, str] | None:

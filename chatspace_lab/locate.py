@@ -105,12 +105,12 @@ def locate(template: Template, contents: Sequence[str], text: str) -> list[tuple
     ends = marks.apart({index: end for index, (_, end) in inner.items()})
     _find_missing_edges(marks, contents, text, inner, starts, ends)
     _take_in_white_space(marks, contents, text, inner, starts, ends)
-    empty = marks.apart({index: 0 for index, content in enumerate(contents) if not content})
+    empty = marks.together({index: 0 for index, content in enumerate(contents) if not content}) or {}
     places: list[tuple[int, int] | str] = []
     last = 0
     for index, content in enumerate(contents):
         if not content:
-            at = (empty[index] or [last])[0]
+            at = (empty.get(index) or [last])[0]
             places.append((at, at))
             continue
         start, end = starts[index], ends[index]

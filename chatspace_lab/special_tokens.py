@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -13,13 +14,27 @@ from chatspace_lab.errors import RequestError, SpecialTokenWarning
 ANCHOR = "\ue000anchor\ue000"
 """Stands for the special token before a piece of text, where the piece is tokenised apart."""
 
+CONTROL = re.compile(r"[<\[].*(?:\||think|tool|reason|channel).*[>\]]", re.IGNORECASE)
+"""How tokens are named that structure an answer."""
+
 _plain: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """Tokenizer to its backend without special tokens: taking it apart takes up to a second."""
 
 
+def skipped_ids(tokenizer: Any) -> frozenset[int]:
+    """Return the ids of the tokens that an answer's text leaves out (``skip_special_tokens``)."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return frozenset({*tokenizer.all_special_ids, *(token for token, each in added.items() if each.special)})
+
+
 def special_ids(tokenizer: Any) -> frozenset[int]:
-    """Return the ids of the tokens that are no ordinary text: ``<|im_end|>``, ``<think>``, ``<s>``, and the like."""
-    return frozenset({*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", {})})
+    """Return the ids of the tokens that are no ordinary text: ``<|im_end|>``, ``<s>``, and also ``<think>``.
+
+    Tokens for thinking and for tools often stand in an answer's text, so that tokenizers do not call them special.
+    Other added tokens, such as rows of spaces, are ordinary text.
+    """
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return skipped_ids(tokenizer) | {token for token, each in added.items() if CONTROL.fullmatch(str(each))}
 
 
 def warn_of_doubled(tokenizer: Any, text: str, ids: Sequence[int], what: str) -> None:

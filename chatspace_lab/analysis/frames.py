@@ -16,6 +16,9 @@ role
     for tokens of a chat that may be the template's or those of a message that cannot be located.
 message
     Index of the message, missing outside one.
+special
+    Whether the model reads the token as structure and not as text (``<|im_end|>``, ``<think>``); missing without a
+    tokenizer. In the tokens of a message, its own text spells it.
 generated
     Whether the model wrote this token.
 norm
@@ -40,6 +43,7 @@ from chatspace_lab.capture import CaptureHandle
 from chatspace_lab.chat import MessageBoundary
 from chatspace_lab.errors import AnalysisError, MessageLocationError
 from chatspace_lab.readings import Readings, cosines, read_rows, sinks
+from chatspace_lab.special_tokens import special_ids
 from chatspace_lab.steering.directions import DirectionSet
 
 Locations = Sequence[MessageBoundary | MessageLocationError] | None
@@ -98,6 +102,8 @@ def readings_frame(
     role, message = _roles(positions, prompt_len, locations)
     token_ids = np.asarray(readings.token_ids, dtype=np.int64)
     texts = token_texts(token_ids, tokenizer) if tokenizer is not None else [None] * tokens
+    known = special_ids(tokenizer) if tokenizer is not None else frozenset()
+    special = [int(token) in known if tokenizer is not None else pd.NA for token in token_ids]
     frame = pd.DataFrame(
         {
             "request": pd.Series([request] * (layers * tokens), dtype="str"),
@@ -110,6 +116,7 @@ def readings_frame(
             "token": pd.Series(list(texts) * layers, dtype="str"),
             "role": pd.Series(role * layers, dtype="str"),
             "message": pd.array(message * layers, dtype="Int64"),
+            "special": pd.array(special * layers, dtype="boolean"),
             "generated": np.tile(positions >= prompt_len, layers),
             "norm": values[..., 0].reshape(-1),
         }

@@ -28,6 +28,7 @@ from chatspace_lab.engine.processes import descendants, end, shared_memory
 from chatspace_lab.engine.requests import Submission
 from chatspace_lab.engine.root_cause import CauseLog, start_error
 from chatspace_lab.engine.stream import StreamDelta
+from chatspace_lab.engine.texts import Echo, held_back, repeated
 from chatspace_lab.engine.together import together
 from chatspace_lab.quiet import quiet_children, quieten
 from chatspace_lab.readings import Readings
@@ -322,8 +323,11 @@ class EngineClient:
         program, handle = submission.program, submission.handle
         if self._closed:
             raise errors.EngineDeadError("this model was closed; make a new one")
+        tokenizer, prompt, params = self.facts.tokenizer, submission.prompt.token_ids, submission.params
+        echo = Echo(repeated(tokenizer, prompt, params))
         rows = await self.bank.acquire(program.vectors) if program else []
         received: list[int] = []
+        sent = ""
         output: RequestOutput | None = None
         try:
             stream = self._engine.generate(
@@ -335,6 +339,8 @@ class EngineClient:
                 async for part in stream:
                     piece = part.outputs[0]
                     received.extend(piece.token_ids)
+                    piece.text = echo.without(piece.text)
+                    sent += piece.text
                     cached = part.num_cached_tokens or 0
                     delta = StreamDelta(piece.text, tuple(piece.token_ids), piece.finish_reason, cached_tokens=cached)
                     if output is None:
@@ -352,6 +358,10 @@ class EngineClient:
                 raise
             raise errors.RequestError(str(error)) from error
         finally:
+            if put is not None and received and (output is None or not output.finished):
+                rest = held_back(tokenizer, prompt, params, received, sent)
+                if rest:
+                    put(StreamDelta(rest, ()))
             if program:
                 self.bank.release(program.vectors)
             if handle is not None and handle.state == "running":

@@ -68,6 +68,8 @@ class LiveReader:
             raise
         finally:
             await ended([task])
+            for piece in self._waiting:  # left early: what has come is not read any more
+                put(piece)
 
     async def _next(self) -> StreamDelta:
         waiting, self._waiting = self._waiting, []
@@ -82,9 +84,13 @@ class LiveReader:
             return delta  # no row is known to be computed
         if handle.state == "running":
             handle.advance(self._generated)
-        [values] = await self._broker.reduce(
-            [handle], self._directions.layers, "read", self._directions.units, first=self._from
-        )
+        try:
+            [values] = await self._broker.reduce(
+                [handle], self._directions.layers, "read", self._directions.units, first=self._from
+            )
+        except BaseException:
+            self._waiting.insert(0, delta)
+            raise
         readings = handle.label(values, self._directions, first=self._read)
         self._note(readings)
         self._read += len(readings)

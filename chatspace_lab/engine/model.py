@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from chatspace_lab.capture import CaptureHandle
-from chatspace_lab.chat import ChatResponse
+from chatspace_lab.chat import answer
 from chatspace_lab.engine.client import EngineClient, ModelFacts, Observer
 from chatspace_lab.engine.config import VLLMSteeringConfig
 from chatspace_lab.engine.requests import Ask, Steering, prompts_from
@@ -114,7 +114,10 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods):
         prompts
             Text, token ids, ``{"prompt_token_ids": …}``, or a list of these.
         sampling_params
-            ``vllm.SamplingParams``; or give its fields as keywords (``temperature=0.0, max_tokens=8``).
+            ``vllm.SamplingParams``; or give its fields as keywords (``temperature=0.0, max_tokens=8``). With a
+            ``seed``, the samples of one prompt have the seeds that follow it: those of ``n``, and those of a prompt
+            that stands in the list several times with the same steering. Prompts that differ, and one prompt under
+            different steering, share the seed: they are drawn with common random numbers.
         capture_layers
             Layers whose activations to capture.
         capture_where
@@ -166,8 +169,11 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods):
         messages
             A list of ``{"role": …, "content": …}``, or a list of such lists.
         chat_options
-            Arguments of the tokenizer's ``apply_chat_template``. ``add_generation_prompt=False`` with
-            ``continue_final_message=True`` continues the assistant's own final message.
+            Arguments of the tokenizer's ``apply_chat_template``: ``chat_template`` is another template, and
+            ``add_generation_prompt=False`` with ``continue_final_message=True`` continues the assistant's own final
+            message. And ``split_special_tokens=True``: special tokens that a message's own text spells, such as
+            ``<|im_end|>``, are sent as ordinary text. By default they end or begin messages, as those of the template
+            do; the column ``special`` of a token frame shows them.
         sampling_params, capture_layers, capture_where, steering, raw_output
             As for :meth:`generate`.
 
@@ -184,8 +190,8 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods):
         return await self._run(
             self._complete(
                 lambda: self._chat_prompts(messages, chat_options),
-                lambda submission, output: ChatResponse(
-                    output.text, submission.prompt.chat.prefill if submission.prompt.chat else "", output.finish_reason
+                lambda submission, output: answer(
+                    self.tokenizer, submission.prompt.chat, output.text, output.token_ids, output.finish_reason
                 ),
                 Ask(sampling_params, sampling, capture_layers, capture_where, steering, raw_output),
             )

@@ -17,6 +17,7 @@ from chatspace_lab import wire
 from chatspace_lab.capture import CaptureHandle
 from chatspace_lab.chat import RenderedChat, check_text
 from chatspace_lab.errors import PromptTooLongError, RequestError, SteeringError, kind_of
+from chatspace_lab.special_tokens import special_ids, warn_of_doubled
 from chatspace_lab.steering.program import Program, check_layer
 from chatspace_lab.steering.specs import SteeringSpec
 from chatspace_lab.steering.vectors import as_index, as_list
@@ -71,7 +72,7 @@ class Submission:
     """One request to the engine: one sample of one prompt.
 
     ``spec`` is its steering, compiled to ``program``: None is no steering; else it acts on ``steer_spans``.
-    ``handle`` None is no capture.
+    ``handle`` None is no capture. ``params`` has the request's own seed.
     """
 
     request_id: str
@@ -107,9 +108,6 @@ class Submission:
 
         params = copy.copy(self.params)  # vLLM's own front end makes the deep one
         params.n = 1
-        if self.params.seed is not None and self.sample_index:
-            seed = self.params.seed + self.sample_index
-            params.seed = seed if seed < 1 << 64 else seed - (1 << 64)  # torch takes no larger one
         params.output_kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
         if self.program is None and self.handle is None:
             return params
@@ -127,6 +125,31 @@ class Submission:
         return params
 
 
+def nth_seed(seed: int, turn: int) -> int:
+    """Return the seed of the sample of this number among those that are drawn with ``seed``."""
+    return seed + turn if seed + turn < 1 << 64 else seed + turn - (1 << 64)  # torch takes no larger one
+
+
+def seed_apart(submissions: Sequence[Submission]) -> None:
+    """Give equal requests of one call consecutive seeds, so that each is a sample of its own.
+
+    Equal are those of the same token ids and steering: the ``n`` samples of a prompt, and a prompt that is repeated.
+    Others keep the seed that was given: prompts that differ, and one prompt under different steering, are drawn with
+    common random numbers.
+    """
+    seen: dict[tuple[tuple[int, ...], str], int] = {}
+    for each in submissions:
+        if each.params.seed is None:
+            continue
+        salt = "" if each.program is None else each.program.salt(each.steer_spans)
+        key = tuple(each.prompt.token_ids), salt
+        turn = seen.get(key, 0)
+        seen[key] = turn + 1
+        if turn:
+            each.params = copy.copy(each.params)
+            each.params.seed = nth_seed(each.params.seed, turn)
+
+
 def spans_of(where: Where, prompt: Prompt, params: SamplingParams, tokenizer: Any, max_model_len: int) -> list[int]:
     """Return the positions that ``where`` chooses of a request, as flat spans."""
     longest = max_model_len if params.max_tokens is None else len(prompt.token_ids) + params.max_tokens
@@ -134,7 +157,7 @@ def spans_of(where: Where, prompt: Prompt, params: SamplingParams, tokenizer: An
         where,
         prompt.token_ids,
         limit=min(longest, max_model_len),
-        special_ids=tokenizer.all_special_ids if tokenizer is not None else (),
+        special_ids=special_ids(tokenizer) if tokenizer is not None and not where.special_tokens else (),
         messages=prompt.chat.boundaries if prompt.chat else None,
     )
 
@@ -223,6 +246,7 @@ def _prompt(item: Any, index: int, tokenizer: Any, vocab_size: int) -> Prompt:
             ids, text = list(tokenizer(check_text(item))["input_ids"]), item
         except RequestError as error:
             raise RequestError(f"prompt {index}: {error}") from error.__cause__
+        warn_of_doubled(tokenizer, item, ids, f"prompt {index}")
     else:
         text = None
         if isinstance(item, Mapping):

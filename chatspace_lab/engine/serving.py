@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from chatspace_lab.capture import CaptureHandle
-from chatspace_lab.chat import is_batch, render
+from chatspace_lab.chat import answer, is_batch, render
 from chatspace_lab.engine.client import EngineClient
 from chatspace_lab.engine.config import VLLMSteeringConfig
 from chatspace_lab.engine.live import LiveReader
@@ -24,11 +24,13 @@ from chatspace_lab.engine.requests import (
     check_length,
     prompts_from,
     sampling_from,
+    seed_apart,
     spans_of,
     steering_per_prompt,
 )
 from chatspace_lab.engine.state import SessionSteering
 from chatspace_lab.engine.stream import StreamDelta, TextStream
+from chatspace_lab.engine.texts import check_stop, held_back
 from chatspace_lab.errors import RequestError, kind_of
 from chatspace_lab.readings import Readings
 from chatspace_lab.steering.directions import DirectionSet
@@ -128,6 +130,7 @@ class RequestMethods:
         params = self._sampling(ask.sampling_params, ask.sampling)
         for index, prompt in enumerate(prompts):
             check_length(prompt, index, params.max_tokens, self.max_model_len)
+            check_stop(self.tokenizer, prompt.token_ids, params)
         layers = None if ask.capture_layers is None else check_capture_layers(ask.capture_layers, self.layer_count)
         capture_where = as_where(ask.capture_where)
         specs = [self._named(spec) for spec in steering_per_prompt(ask.steering, len(prompts))]
@@ -138,6 +141,7 @@ class RequestMethods:
         ]
         for each in submissions:
             self._steer(each, specs[each.prompt_index])
+        seed_apart(submissions)
         if layers is not None:
             spans = [spans_of(capture_where, each, params, self.tokenizer, self.max_model_len) for each in prompts]
             for each in submissions:  # last, once nothing can be wrong any more: a handle that is dropped warns
@@ -227,7 +231,10 @@ class RequestMethods:
             submission.request_id,
             lambda put: self._loop.spawn(pump(put)),
             submission.handle,
-            prompts[0].chat,
+            lambda text, ids, reason: answer(self.tokenizer, submission.prompt.chat, text, ids, reason),
+            lambda ids, sent: held_back(
+                self._client.facts.tokenizer, submission.prompt.token_ids, submission.params, ids, sent
+            ),
             read_only=read_only,
         )
 

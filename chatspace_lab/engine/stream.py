@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from chatspace_lab.capture import CaptureHandle
-from chatspace_lab.chat import ChatResponse, RenderedChat
+from chatspace_lab.chat import ChatResponse
 from chatspace_lab.engine.loop import RemoteTask
 from chatspace_lab.readings import Readings
 
@@ -86,7 +86,8 @@ class TextStream(AsyncIterator[StreamDelta]):
     request_id : str
         Names the request.
     text : str
-        What has arrived so far.
+        The text of all tokens that have arrived so far. While stop strings are looked for, vLLM holds back the end of
+        the text: the pieces come later, and do not have what turns out to be a stop string.
     token_ids : list of int
         The tokens of it.
     finish_reason : str or None
@@ -102,19 +103,20 @@ class TextStream(AsyncIterator[StreamDelta]):
         request_id: str,
         pump: Pump,
         handle: CaptureHandle | None,
-        chat: RenderedChat | None,
+        respond: Callable[[str, list[int], str | None], ChatResponse],
+        held_back: Callable[[list[int], str], str],
         *,
         read_only: bool = False,
     ) -> None:
         self.request_id = request_id
-        self.text = ""
+        self._sent = ""
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.cached_tokens = 0
         self.handle = None if read_only else handle
         self._rows = handle
         self._readings: list[Readings] = []
-        self._chat = chat
+        self._respond, self._held_back = respond, held_back
         self._pump = pump
         self._task: RemoteTask[None] | None = None
         self._mailbox = _Mailbox()
@@ -147,12 +149,17 @@ class TextStream(AsyncIterator[StreamDelta]):
         return delta
 
     def _take(self, delta: StreamDelta) -> None:
-        self.text += delta.text
+        self._sent += delta.text
         self.token_ids.extend(delta.token_ids)
         self.finish_reason = delta.finish_reason or self.finish_reason
         self.cached_tokens = delta.cached_tokens
         if delta.readings is not None:
             self._readings.append(delta.readings)
+
+    @property
+    def text(self) -> str:
+        """The text of all tokens that have arrived so far."""
+        return self._sent if self.finish_reason else self._sent + self._held_back(self.token_ids, self._sent)
 
     @property
     def readings(self) -> Readings | None:
@@ -188,4 +195,4 @@ class TextStream(AsyncIterator[StreamDelta]):
 
     def response(self) -> ChatResponse:
         """Return what has arrived as a :class:`ChatResponse`."""
-        return ChatResponse(self.text, self._chat.prefill if self._chat else "", self.finish_reason)
+        return self._respond(self.text, self.token_ids, self.finish_reason)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from chatspace_lab.capture import CaptureHandle
-from chatspace_lab.chat import MessageBoundary
+from chatspace_lab.chat import MessageBoundary, answer
 from chatspace_lab.engine.requests import Prompt
 from chatspace_lab.engine.stream import StreamDelta, TextStream
 from chatspace_lab.panels.asked import Asked
@@ -34,6 +34,8 @@ class Answer:
         Read along it, by name.
     steered_spans
         Positions that are steered, as flat spans.
+    tokenizer
+        The model's.
 
     Attributes
     ----------
@@ -49,7 +51,10 @@ class Answer:
         stream: TextStream,
         vectors: Mapping[str, Any],
         steered_spans: Sequence[int] = (0, -1),
+        *,
+        tokenizer: Any,
     ) -> None:
+        self._tokenizer = tokenizer
         self.asked, self.stream, self.vectors = asked, stream, dict(vectors)
         self._messages, self._steered_spans = messages, steered_spans
         self.text, self.token_ids = "", list[int]()
@@ -59,7 +64,7 @@ class Answer:
         if handle is None:
             raise TypeError("a panel's stream captures")
         self.handle: CaptureHandle = handle
-        self._prompt = list(prompt.token_ids)
+        self._prompt, self._chat = list(prompt.token_ids), prompt.chat
         self._locations = prompt.chat.boundaries if prompt.chat else ()
 
     def take(self, piece: StreamDelta) -> None:
@@ -67,6 +72,12 @@ class Answer:
         self.text += piece.text
         self.token_ids.extend(piece.token_ids)
         self.finish = piece.finish_reason or self.finish
+
+    @property
+    def content(self) -> str:
+        """What the next turn is told of this answer: see :meth:`ChatResponse.to_message`."""
+        response = answer(self._tokenizer, self._chat, self.text, self.token_ids, self.finish)
+        return response.to_message()["content"]
 
     @property
     def readings(self) -> Readings | None:

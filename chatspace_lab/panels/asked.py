@@ -47,7 +47,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are drawn, the same on both sides."""
+    """How answers are drawn: with the same seed on both sides, so that what differs is the steering."""
 
     seed: int = 7
     temperature: float = 0.0

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from chatspace_lab.analysis.tokens import token_texts
+from chatspace_lab.special_tokens import skipped_ids
 
 
 class Pieces:
@@ -20,7 +21,7 @@ class Pieces:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._known: dict[int, str] = {}
-        self._special = set(tokenizer.all_special_ids)
+        self._special = skipped_ids(tokenizer)
 
     def of(self, token_ids: Sequence[int], *, special: bool = True) -> list[str]:
         """Return one text per token; that of a token which completes a character begun before it is empty.

@@ -20,6 +20,7 @@ from chatspace_lab.panels.rows import Vectors
 from chatspace_lab.panels.vectors import frozen, same, usable
 from chatspace_lab.readings import Readings
 from chatspace_lab.session.aio import AsyncLab
+from chatspace_lab.special_tokens import special_ids
 from chatspace_lab.steering.specs import SteeringSpec
 from chatspace_lab.steering.where import resolve
 
@@ -230,15 +231,14 @@ class Runner:
             directions={name: for_layers(vector, asked.layers) for name, vector in chosen.items()},
             **sampling,
         )
-        special = model.tokenizer.all_special_ids
         spans = resolve(
             asked.where,
             prompt.token_ids,
             limit=model.max_model_len,
-            special_ids=special,
+            special_ids=special_ids(model.tokenizer),
             messages=prompt.chat.boundaries if prompt.chat else None,
         )
-        return Answer(asked, messages, prompt, stream, chosen, spans)
+        return Answer(asked, messages, prompt, stream, chosen, spans, tokenizer=model.tokenizer)
 
     async def _follow(self, side: str, answer: Answer) -> None:
         async with answer.stream:

@@ -65,7 +65,7 @@ class Talk:
                 side: made(answer.asked, side, norms) + ("" if answer.finish else " · stopped before its end")
                 for side, answer in mine.items()
             }
-            texts = {side: answer.text for side, answer in mine.items()}
+            texts = {side: answer.content for side, answer in mine.items()}
             kept.append(Turn(self.turns[-1].user, texts.get("baseline"), texts.get("steered"), notes))
         self.turns = (*kept, Turn(text))
 

@@ -352,7 +352,8 @@ class AsyncLab:
     ) -> pd.DataFrame:
         """Run every layer with every scale as one batch, each request steered by itself.
 
-        The session-wide steering is left out. Interrupted, ``lab.partial`` has the finished part.
+        With a ``seed`` all cells share it: they are drawn with common random numbers, so that what differs between them
+        is the steering. The session-wide steering is left out. Interrupted, ``lab.partial`` has the finished part.
 
         Parameters
         ----------
@@ -437,6 +438,7 @@ class AsyncLab:
     ) -> PooledActivations | pd.DataFrame:
         """Run many prompts and keep of each only a reduction of its activations, made where they are.
 
+        With a ``seed``, a prompt that stands in the list several times has the seeds that follow it, each time another.
         Interrupted, ``lab.partial`` has the finished part.
 
         Parameters

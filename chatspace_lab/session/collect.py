@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,6 +11,7 @@ import numpy as np
 from chatspace_lab.analysis.frames import readings_frame
 from chatspace_lab.capture import CaptureHandle
 from chatspace_lab.engine.model import VLLMSteerModel
+from chatspace_lab.engine.requests import nth_seed
 from chatspace_lab.engine.together import together
 from chatspace_lab.errors import RequestError
 from chatspace_lab.readings import POOLS, Readings, sinks
@@ -90,7 +92,20 @@ class Collection:
         self._prompts = model.prepare(list(prompts), chat=chat, chat_options=chat_options, **self._options)
         self._names = [asked(prompt) for prompt in prompts]
         self._options["steering"] = steering
+        self._seeds = self._seeds_of(self._options.pop("seed", None))
         self._kept: dict[int, Row] = {}
+
+    def _seeds_of(self, seed: int | None) -> list[dict[str, Any]]:
+        """Return for each prompt the seed as a keyword; a prompt that is repeated has the ones that follow."""
+        if seed is None:
+            return [{} for _ in self._prompts]
+        before: Counter[tuple[int, ...]] = Counter()
+        seeds: list[dict[str, Any]] = []
+        for prompt in self._prompts:
+            key = tuple(prompt.token_ids)
+            seeds.append({"seed": nth_seed(seed, before[key])})
+            before[key] += 1
+        return seeds
 
     async def run(self) -> Any:
         """Run everything, so many at once as memory allows. What is finished stays, also when this is cancelled."""
@@ -103,7 +118,7 @@ class Collection:
             await self._one(index)
 
     async def _one(self, index: int) -> None:
-        [text], [handle] = await self._model.generate(self._prompts[index], **self._options)
+        [text], [handle] = await self._model.generate(self._prompts[index], **self._options, **self._seeds[index])
         async with handle:
             self._kept[index] = await self._row(text, handle)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from chatspace_lab.chat import ChatResponse
+from chatspace_lab.chat import ChatResponse, message_of
 from chatspace_lab.engine.client import EngineClient
 from chatspace_lab.engine.config import VLLMSteeringConfig
 from chatspace_lab.engine.model import VLLMSteerModel
@@ -286,7 +286,7 @@ class LabSession:
         if job.partial is not None:
             self.partial = job.partial()
         elif job.runs:
-            self.partial = [_answer(run) for run in job.runs]
+            self.partial = [_answer(run, self.tokenizer) for run in job.runs]
         else:
             return
         print("interrupted: what had come by then is in lab.partial", file=sys.stderr)
@@ -414,8 +414,12 @@ def _as_given(model: Any) -> Any:
     return copy.deepcopy(model) if isinstance(model, VLLMSteeringConfig) else model
 
 
-def _answer(run: Run) -> Any:
-    return run.text if run.messages is None else ChatResponse(run.text, run.prefill, run.finish_reason)
+def _answer(run: Run, tokenizer: Any) -> str:
+    if run.messages is None:
+        return run.text
+    prompt = "" if run.prefill else run.prompt or ""
+    message = message_of(tokenizer, prompt, run.prefill, run.text, run.token_ids)
+    return ChatResponse(run.text, run.prefill, run.finish_reason, message)
 
 
 def _twin(name: str, function: Any) -> Any:

@@ -40,7 +40,8 @@ class Where:
     indices
         Of the messages (negative ones count from the end), or first and last + 1 position of the span.
     special_tokens
-        Whether the tokenizer's special tokens in the prompt count. In an answer every token does.
+        Whether the special tokens in the prompt count that the chat template put there. Those that a message's own text
+        spells, and all tokens of an answer, always do. In a prompt that is no chat no special token counts.
     first_token
         Whether position 0 counts. It collects attention, and in many models its activation is a hundred times longer
         than any other: a mean over a prompt is then a mean of that one.
@@ -77,7 +78,7 @@ class Where:
         return cls("span", (start, end))
 
     def without_special_tokens(self) -> Where:
-        """Leave out the tokenizer's special tokens in the prompt."""
+        """Leave out the special tokens of the prompt, but not those that a message's own text spells."""
         return replace(self, special_tokens=False)
 
     def without_first_token(self) -> Where:
@@ -149,7 +150,11 @@ def resolve(
         spans = [(max(start, 1), end) for start, end in spans if end < 0 or end > 1]
     if not where.special_tokens:
         special = set(special_ids)
-        spans = [part for span in spans for part in _without(span, token_ids, special)]
+        left_out = {position for position, token in enumerate(token_ids) if token in special}
+        for message in messages or ():
+            if not isinstance(message, Exception):
+                left_out.difference_update(range(message.start, message.end))
+        spans = [part for span in spans for part in _without(span, length, left_out)]
     flat: list[int] = []
     for start, end in spans:
         if start == end:
@@ -174,14 +179,14 @@ def _message_span(index: int, messages: Sequence[Located | Exception] | None) ->
     return found.start, found.end
 
 
-def _without(span: tuple[int, int], token_ids: Sequence[int], special: set[int]) -> list[tuple[int, int]]:
-    """Return ``span`` in parts that leave out special tokens of the prompt."""
+def _without(span: tuple[int, int], length: int, left_out: set[int]) -> list[tuple[int, int]]:
+    """Return ``span`` in parts that leave out these positions of a prompt of ``length`` tokens."""
     start, end = span
     parts = []
-    stop = len(token_ids) if end < 0 else min(end, len(token_ids))
+    stop = length if end < 0 else min(end, length)
     at = start
     for position in range(start, stop):
-        if token_ids[position] in special:
+        if position in left_out:
             parts.append((at, position))
             at = position + 1
     parts.append((at, end))
