@@ -22,6 +22,7 @@ from chatspace_lab.engine.asked import Prepared, changes, prepare
 from chatspace_lab.engine.bank import VectorBank
 from chatspace_lab.engine.captures import CaptureBroker
 from chatspace_lab.engine.config import VLLMSteeringConfig
+from chatspace_lab.engine.fixed import fixed_tokenizer
 from chatspace_lab.engine.lock import AsyncRWLock
 from chatspace_lab.engine.loop import LoopThread
 from chatspace_lab.engine.processes import descendants, end, shared_memory
@@ -218,7 +219,7 @@ class EngineClient:
         client._shared = shared_memory(client._processes)
         facts = described[0]
         dtype = getattr(torch, facts.pop("dtype"))
-        tokenizer = None if engine.model_config.skip_tokenizer_init else engine.get_tokenizer()
+        tokenizer = None if engine.model_config.skip_tokenizer_init else fixed_tokenizer(engine.get_tokenizer())
         vocab_size = engine.model_config.get_vocab_size()
         client.facts = ModelFacts(
             **facts,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import platform
 import re
+import types
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from chatspace_lab import wire
-from chatspace_lab.errors import ConfigError, UnsupportedError
+from chatspace_lab.errors import ConfigError, ReadOnlyError, UnsupportedError
 from chatspace_lab.quiet import quieten
 
 if TYPE_CHECKING:
@@ -83,6 +85,7 @@ class VLLMSteeringConfig:
     max_capture_bytes: int = 4 * GIB
     capture_transport: str = "shared"
     engine_args: dict[str, Any] = dataclasses.field(default_factory=dict)
+    _running: ClassVar[bool] = False
 
     def __init__(self, model_name: str, *args: Any, engine_args: dict[str, Any] | None = None, **kwargs: Any) -> None:
         own = [field for field in dataclasses.fields(self) if field.name not in ("model_name", "engine_args")]
@@ -100,13 +103,44 @@ class VLLMSteeringConfig:
         self.check()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute that exists; what vLLM's engine takes stands in ``engine_args``."""
-        if name not in self.__dataclass_fields__:
+        """Set an option of an engine that is still to be started; what vLLM's engine takes stands in ``engine_args``.
+
+        Raises
+        ------
+        ReadOnlyError
+            If this is the configuration of a running engine.
+        ConfigError
+            If there is no such option.
+        """
+        if self._running:
+            raise ReadOnlyError(
+                f"VLLMSteeringConfig.{name} is fixed while the engine runs: change a copy (copy.deepcopy) and start "
+                f"another engine with it"
+            )
+        if name not in {field.name for field in dataclasses.fields(self)}:
             raise ConfigError(
                 f"VLLMSteeringConfig has no attribute {name}, so setting it would have no effect; give options of "
                 f"vLLM's engine when the configuration is made, or set engine_args[{name!r}]"
             )
         super().__setattr__(name, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VLLMSteeringConfig:
+        """Return a copy that can be changed, also of a running engine's configuration."""
+        found = object.__new__(VLLMSteeringConfig)
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            setattr(found, field.name, copy.deepcopy(dict(value), memo) if field.name == "engine_args" else value)
+        return found
+
+    def __copy__(self) -> VLLMSteeringConfig:
+        return copy.deepcopy(self)
+
+    def fixed(self) -> VLLMSteeringConfig:
+        """Return a copy that cannot be changed."""
+        found = copy.deepcopy(self)
+        object.__setattr__(found, "engine_args", types.MappingProxyType(found.engine_args))
+        object.__setattr__(found, "_running", True)
+        return found
 
     def check(self) -> None:
         """Check all values. The engine's start does so again: a configuration can be edited.

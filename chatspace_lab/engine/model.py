@@ -11,6 +11,7 @@ from chatspace_lab.capture import CaptureHandle
 from chatspace_lab.chat import answer
 from chatspace_lab.engine.client import EngineClient, ModelFacts, Observer
 from chatspace_lab.engine.config import VLLMSteeringConfig
+from chatspace_lab.engine.fixed import Fixed
 from chatspace_lab.engine.requests import Ask, Steering, prompts_from
 from chatspace_lab.engine.serving import RequestMethods
 from chatspace_lab.engine.state import SessionSteering
@@ -26,7 +27,7 @@ from chatspace_lab.steering.vectors import as_list
 from chatspace_lab.steering.where import Where
 
 
-class VLLMSteerModel(RequestMethods, SessionSteeringMethods):
+class VLLMSteerModel(RequestMethods, SessionSteeringMethods, Fixed):
     """A language model on vLLM whose residual stream can be changed and read.
 
     Public coroutines may be awaited from any event loop and thread; they run on one loop of the model's own. Close the
@@ -46,6 +47,8 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods):
 
     Attributes
     ----------
+    config : VLLMSteeringConfig
+        A copy of ``cfg``. Like the others, but ``vectors``, it cannot be set: a running engine would not read it.
     model_name : str
         As given.
     hidden_size, layer_count : int
@@ -55,7 +58,8 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods):
     max_model_len : int
         Tokens of a prompt and its answer, together.
     tokenizer
-        The Hugging Face tokenizer; None with ``skip_tokenizer_init=True``.
+        The Hugging Face tokenizer; None with ``skip_tokenizer_init=True``. It cannot be changed: another chat template
+        is given with a call (``chat_options``).
     vectors : dict of str to vector
         Named vectors and directions. Where a method takes a vector, a spec or directions, a name in here will do.
 
@@ -65,6 +69,8 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods):
         If the model cannot be started. Nothing is left running then.
     """
 
+    _open = frozenset({"vectors"})
+
     def __init__(
         self,
         cfg: VLLMSteeringConfig | str,
@@ -73,11 +79,11 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods):
         enforce_eager: bool | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> None:
-        self.config = VLLMSteeringConfig(cfg) if isinstance(cfg, str) else cfg
-        if not isinstance(self.config, VLLMSteeringConfig):
+        if not isinstance(cfg, VLLMSteeringConfig | str):
             raise TypeError(
                 f"cfg: expected VLLMSteeringConfig or a model's name, got {kind_of(cfg, VLLMSteeringConfig)}"
             )
+        self.config = (VLLMSteeringConfig(cfg) if isinstance(cfg, str) else cfg).fixed()
         layers = list(bootstrap_layers)
         self._client = EngineClient.start(self.config, enforce_eager, progress)
         facts = self._client.facts
@@ -93,6 +99,7 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods):
         except SteeringError as error:
             self.close()
             raise SteeringError(f"bootstrap_layers: {error}") from None
+        self._fix()
 
     # -- generating ----------------------------------------------------------------------------------------------
 

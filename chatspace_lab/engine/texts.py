@@ -46,8 +46,8 @@ def check_stop(tokenizer: Any, prompt_token_ids: Sequence[int], params: Sampling
     found = next((stop for stop in params.stop if stop in text), None)
     if found is not None:
         raise RequestError(
-            f"stop: the prompt has {found!r} in its text and ends inside a character, where vLLM looks for stop strings "
-            f"in the prompt too; give whole characters, or stop_token_ids"
+            f"stop: the prompt has {found!r} in its text and ends inside a character, where vLLM looks for stop "
+            f"strings in the prompt too; give whole characters, or stop_token_ids"
         )
 
 

@@ -52,7 +52,7 @@ class Answer:
         vectors: Mapping[str, Any],
         steered_spans: Sequence[int] = (0, -1),
         *,
-        tokenizer: Any,
+        tokenizer: Any = None,
     ) -> None:
         self._tokenizer = tokenizer
         self.asked, self.stream, self.vectors = asked, stream, dict(vectors)

@@ -10,6 +10,7 @@ import torch
 
 from chatspace_lab.analysis.dose import EXTREME, dose_of_scale, scale_for_dose
 from chatspace_lab.chat import ChatResponse, check_conversation
+from chatspace_lab.engine.fixed import Fixed
 from chatspace_lab.engine.model import VLLMSteerModel
 from chatspace_lab.engine.requests import Prompt
 from chatspace_lab.errors import HighDoseWarning, RequestError, SessionError, SteeringError
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from chatspace_lab.analysis.direction import Direction
 
 
-class AsyncLab:
+class AsyncLab(Fixed):
     """What :class:`LabSession` does, for use with ``await``.
 
     Every public method and attribute of the model is here too, under its own name: ``await lab.aio.generate(…)``.
@@ -74,6 +75,8 @@ class AsyncLab:
         self.left_out: pd.DataFrame = left_out_frame([], None)
         self.measured_on: str | None = None
         model.observe(self.history)
+        self._open = frozenset(vars(self))
+        self._fix()
 
     @property
     def vectors(self) -> dict[str, Any]:

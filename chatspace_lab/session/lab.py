@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from chatspace_lab.chat import ChatResponse, message_of
 from chatspace_lab.engine.client import EngineClient
 from chatspace_lab.engine.config import VLLMSteeringConfig
+from chatspace_lab.engine.fixed import Fixed
 from chatspace_lab.engine.model import VLLMSteerModel
 from chatspace_lab.errors import ConfigError, EngineDeadError, SessionError, kind_of
 from chatspace_lab.models import DEMO_NAME
@@ -45,7 +46,7 @@ _running: list[LabSession] = []
 _making = threading.RLock()
 
 
-class LabSession:
+class LabSession(Fixed):
     """An engine that lives in this kernel, with blocking methods.
 
     Every coroutine of :class:`VLLMSteerModel` and :class:`AsyncLab` has a twin here with the same name and arguments;
@@ -92,6 +93,8 @@ class LabSession:
         If the engine cannot be started. Nothing of it is left running then; a lab that it was to replace goes on,
         unless it had to make room (the error has a note that says so).
     """
+
+    _open = frozenset({"partial"})
 
     aio: AsyncLab
     partial: Any
@@ -187,6 +190,7 @@ class LabSession:
         self._panels: weakref.WeakSet[Any] = weakref.WeakSet()  # told of the end; each adds itself
         self.aio = AsyncLab(started)
         self.partial = None
+        self._fix()
 
     # -- facts -------------------------------------------------------------------------------------------------------
 

@@ -54,12 +54,13 @@ def test_a_row_per_token() -> None:
     frame = token_frame(chat(prompt_index=4, sample_index=1), directions=ALONG)
     assert list(frame.columns) == [
         *("request", "prompt_index", "sample_index", "layer", "row", "position", "token_id", "token", "role"),
-        *("message", "generated", "norm", "projection_x", "cosine_x"),
+        *("message", "special", "generated", "norm", "projection_x", "cosine_x"),
     ]
     assert directions_of(frame) == ["x"]
     assert frame["token_id"].tolist() == [10, 11, 12, 13, 14, 20, 21]  # the last token is never computed
     assert frame["role"].tolist() == ["template", "system", "user", "user", "template", "answer", "answer"]
     assert frame["message"].tolist() == [pd.NA, 0, 1, 1, pd.NA, pd.NA, pd.NA]
+    assert frame["special"].isna().all()  # that is a tokenizer's to say
     assert frame["generated"].tolist() == [False] * 5 + [True] * 2
     assert frame["norm"].tolist() == [50, 5, 10, 2, 5, 5, 13]
     assert frame["projection_x"].tolist() == [30, 3, 6, 0, -3, 0, 12]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
+import pickle
 import threading
 import warnings
 from collections.abc import Awaitable, Callable
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from chatspace_lab import AddSpec, LabError, SteeringSpec, VLLMSteerModel
 from chatspace_lab.errors import (
@@ -18,6 +21,7 @@ from chatspace_lab.errors import (
     CaptureError,
     CaptureNotFetchedError,
     PromptTooLongError,
+    ReadOnlyError,
     RequestError,
     SteeringError,
 )
@@ -515,6 +519,87 @@ def test_samples_have_their_own_rows(model: VLLMSteerModel, hf: Oracle, vector: 
         assert [sample.index for sample in output.outputs] == [0, 1, 2]
 
     asyncio.run(main())
+
+
+DRAWN: dict[str, Any] = {"temperature": 1.0, "max_tokens": 12, "seed": 0, "ignore_eos": True}
+
+
+def test_a_prompt_that_is_repeated_gives_samples_of_its_own(model: VLLMSteerModel, vector: Any) -> None:
+    async def main() -> None:
+        eight = await model.generate(["The river"] * 8, **DRAWN)
+        assert len(set(eight)) == 8
+        assert (
+            eight == await model.generate(["The river"] * 8, **DRAWN) == await model.generate("The river", n=8, **DRAWN)
+        )
+        assert eight == await model.generate(["The river"] * 2, n=4, **DRAWN)
+        ids = model.tokenizer("The river")["input_ids"]
+        assert eight[:3] == await model.generate(["The river", ids, {"prompt_token_ids": ids}], **DRAWN)
+        conversation = [{"role": "user", "content": "Hello"}]
+        chats = await model.chat([conversation] * 8, **DRAWN)
+        assert len(set(chats)) == 8
+        assert chats == await model.chat(conversation, n=8, **DRAWN)
+        # Common random numbers: another prompt beside it, and the same one under other steering, change nothing.
+        spec = SteeringSpec.at(9, AddSpec(vector, 1e-6))
+        mixed = await model.generate(
+            ["The river", "The sea", "The river", "The river", "The river"],
+            steering=[SteeringSpec.none(), None, spec, None, spec],
+            **DRAWN,
+        )
+        assert mixed[0] == mixed[2] == eight[0]
+        assert mixed[3] == mixed[4] == eight[1]
+        assert [mixed[1]] == await model.generate("The sea", **DRAWN)
+
+    asyncio.run(main())
+
+
+def test_what_a_running_engine_does_not_read_again_cannot_be_set(model: VLLMSteerModel) -> None:
+    tokenizer, config = model.tokenizer, model.config
+    for change, words in (
+        (lambda: setattr(tokenizer, "chat_template", "x"), r"chat_options=\{'chat_template'"),
+        (lambda: setattr(tokenizer, "eos_token", "x"), "eos_token cannot be changed.*copy.deepcopy"),
+        (lambda: setattr(tokenizer, "padding_side", "left"), "padding_side cannot be changed"),
+        (lambda: tokenizer.add_tokens(["<new>"]), "add_tokens cannot be changed"),
+        (lambda: tokenizer.add_special_tokens({"pad_token": "<new>"}), "add_special_tokens cannot be changed"),
+        (lambda: setattr(model, "tokenizer", "x"), "VLLMSteerModel.tokenizer is fixed while the engine runs"),
+        (lambda: setattr(model, "max_model_len", 5), "max_model_len is fixed while.*VLLMSteeringConfig"),
+        (lambda: setattr(model, "temperature", 0.0), "temperature does not exist.*pass it to the call"),
+        (lambda: setattr(config, "max_model_len", 5), "max_model_len is fixed while the engine runs.*copy.deepcopy"),
+    ):
+        with pytest.raises(ReadOnlyError, match=words) as raised:
+            change()
+        assert isinstance(raised.value, AttributeError)
+    with pytest.raises(TypeError):
+        config.engine_args["seed"] = 5
+    free = copy.deepcopy(config)
+    free.max_model_len, free.engine_args["seed"] = 77, 5
+    assert (config.max_model_len, free.max_model_len) == (2048, 77)
+    mine = copy.deepcopy(tokenizer)
+    mine.chat_template = "just this"
+    assert mine.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "just this"
+    assert tokenizer.chat_template != "just this"
+
+
+def test_the_tokenizer_works_like_any(model: VLLMSteerModel, hf: Oracle, tmp_path: Any) -> None:
+    view, plain = model.tokenizer, AutoTokenizer.from_pretrained(model.model_name)
+    assert isinstance(view, PreTrainedTokenizerBase)
+    batch, conversation = ["One", "Two <|im_end|> three"], [{"role": "user", "content": "Hi"}]
+    for use in (
+        lambda t: t(batch, padding=True)["input_ids"],
+        lambda t: t(batch, padding=True, truncation=True, max_length=2, return_tensors="pt")["input_ids"].tolist(),
+        lambda t: t.pad({"input_ids": [[1, 2], [3]]})["input_ids"],
+        lambda t: t.encode("Hello", split_special_tokens=True),
+        lambda t: (t.decode([5, 6]), t.batch_decode([[5], [6]]), t.tokenize("Hello there"), len(t), t.vocab_size),
+        lambda t: t.apply_chat_template(conversation, tokenize=True, return_dict=False),
+        lambda t: (t.all_special_tokens, t.special_tokens_map, t.convert_tokens_to_ids("<|im_end|>"), t.is_fast),
+        lambda t: sorted(t.get_vocab().items())[:5],
+        lambda t: len(t.save_pretrained(tmp_path)),
+    ):
+        assert use(view) == use(plain)
+    assert (
+        copy.copy(view)("x")["input_ids"]
+        == pickle.loads(pickle.dumps(view))("x")["input_ids"]
+        == plain("x")["input_ids"]
+    )
 
 
 def test_ends_of_answers(model: VLLMSteerModel, hf: Oracle) -> None:

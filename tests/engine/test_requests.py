@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 from vllm import SamplingParams
 
-from chatspace_lab import wire
+from chatspace_lab import AddSpec, SteeringSpec, wire
 from chatspace_lab.engine.requests import (
     OWN_ARGUMENTS,
     Prompt,
@@ -17,8 +20,10 @@ from chatspace_lab.engine.requests import (
     check_capture_layers,
     prompts_from,
     sampling_from,
+    seed_apart,
 )
-from chatspace_lab.errors import RequestError
+from chatspace_lab.errors import RequestError, SpecialTokenWarning
+from chatspace_lab.steering.program import compile_spec
 
 UNREADABLE: list[dict[str, Any]] = [
     {"max_tokens": 2.5},
@@ -104,9 +109,56 @@ def test_layers_that_are_none(layers: Any) -> None:
 @pytest.mark.parametrize(("seed", "second"), [(7, 8), (-5, -4), (2**64 - 2, 2**64 - 1), (2**64 - 1, 0)])
 def test_each_sample_has_a_seed_that_torch_takes(seed: int, second: int) -> None:
     params = SamplingParams(seed=seed, n=2)
-    seeds = [
-        Submission("r", Prompt([5]), params, None, 0, sample).engine_params([], stream=False).seed for sample in (0, 1)
-    ]
+    samples = [Submission("r", Prompt([5]), params, None, 0, sample) for sample in (0, 1)]
+    seed_apart(samples)
+    seeds = [each.engine_params([], stream=False).seed for each in samples]
     assert seeds == [seed, second]
     for each in seeds:
         torch.Generator().manual_seed(each)
+    assert params.seed == seed
+
+
+def test_equal_requests_are_samples_and_others_are_drawn_with_common_noise() -> None:
+    spec, other = (SteeringSpec.at(1, AddSpec(torch.ones(4), scale)) for scale in (1.0, 2.0))
+    asked = [
+        ([5, 6], None),
+        ([5, 6], spec),
+        ([7], None),
+        ([5, 6], None),
+        ([5, 6], spec),
+        ([5, 6], other),
+        ([5, 6], None),
+    ]
+    submissions = []
+    for index, (ids, steering) in enumerate(asked):
+        each = Submission("r", Prompt(ids), SamplingParams(seed=3), None, index, 0)
+        if steering is not None:
+            program = compile_spec(steering, layer_count=4, hidden_size=4, max_ops_per_layer=8)
+            each.steer(steering, program, None, 64)
+        submissions.append(each)
+    seed_apart(submissions)
+    assert [each.params.seed for each in submissions] == [3, 3, 3, 4, 4, 3, 5]
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_special_token_that_the_tokenizer_doubles_is_warned_of(demo_model_path: str, ends: bool) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(demo_model_path)
+    single = "<|im_start|> $A <|im_end|>" if ends else "<|im_start|> $A"
+    special = [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("<|im_start|>", "<|im_end|>")]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=special)
+    assert tokenizer("Hi")["input_ids"][0] == 1
+    for text in ["The river", "A <|im_start|><|im_start|> in the midst", [1, 1, 5], {"prompt_token_ids": [1, 1, 5]}]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            prompts_from([text], tokenizer, 49152)
+    words = r"prompt 1: the tokenizer adds <\|im_start\|>, and the text has it already.*add_special_tokens=False"
+    with pytest.warns(SpecialTokenWarning, match=words):
+        _, prompt = prompts_from(["fine", "<|im_start|>The river"], tokenizer, 49152)
+    assert prompt.token_ids[:2] == [1, 1]
+    if ends:
+        with pytest.warns(SpecialTokenWarning, match=r"adds <\|im_end\|>,"):
+            prompts_from("The river<|im_end|>", tokenizer, 49152)
+    demo = AutoTokenizer.from_pretrained(demo_model_path)  # adds nothing: who writes two wants two
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        prompts_from("<|im_start|><|im_start|>The river", demo, 49152)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import warnings
 from typing import Any
@@ -262,3 +263,95 @@ def test_one_prompt_and_one_sample(model: VLLMSteerModel) -> None:
         model.stream(PROMPT, n=2)
     with pytest.raises(RequestError, match="one SteeringSpec"):
         model.stream(PROMPT, **SHORT, steering=[SteeringSpec.none()])
+
+
+STOP = "these are forty characters that never come"
+HELD: dict[str, Any] = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True, "stop": [STOP]}
+
+
+@pytest.mark.parametrize("reading", [{}, {"read_layers": [3]}])
+@pytest.mark.parametrize("how", ["left", "dropped", "cancelled"])
+def test_a_stream_that_is_left_has_the_text_of_all_its_tokens(model: VLLMSteerModel, how: str, reading: Any) -> None:
+    """The engine holds text back in which a stop string could begin."""
+
+    async def main() -> None:
+        (whole,) = await model.generate(PROMPT, **HELD)
+        stream = model.stream(PROMPT, **HELD, **reading)
+
+        async def read() -> None:
+            async for _ in stream:
+                if how != "cancelled" and len(stream.token_ids) >= 6:
+                    return
+
+        task = asyncio.create_task(read())
+        if how == "cancelled":
+            await until(lambda: len(stream.token_ids) >= 6)
+            await cancelled(task)
+        await task if how != "cancelled" else None
+        text = model.tokenizer.decode(stream.token_ids)
+        assert len(text) > 10
+        assert stream.text == text == str(stream.response())
+        if how == "left":
+            await stream.aclose()
+            assert stream.text == model.tokenizer.decode(stream.token_ids)
+        assert whole.startswith(stream.text)
+
+    asyncio.run(main())
+
+
+async def cancelled(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+def test_a_stream_that_ends_has_no_part_of_its_stop_string(model: VLLMSteerModel) -> None:
+    async def main() -> None:
+        (whole,) = await model.generate(PROMPT, **{**HELD, "stop": None})
+        stop = whole[20:28]
+        stream = model.stream(PROMPT, **{**HELD, "stop": [stop]})
+        pieces = [delta.text async for delta in stream]
+        assert "".join(pieces) == stream.text == whole[: whole.index(stop)]
+        assert stream.finish_reason == "stop"
+
+    asyncio.run(main())
+
+
+# -- prompts that end inside a character -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", [{}, {"stop": [STOP]}, {"stop": ["zzz"], "include_stop_str_in_output": True}])
+def test_a_prompt_that_ends_inside_a_character_is_not_repeated(model: VLLMSteerModel, sampling: Any) -> None:
+    tokenizer = model.tokenizer
+    ids = tokenizer("What a nice day 🎉")["input_ids"]
+    last = ids[-1]
+
+    async def main() -> None:
+        for given, bias in ((ids[:-1], {last: 100.0}), (ids[:-1], None), (ids[:-2], {ids[-2]: 100.0, last: 100.0})):
+            options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1 if bias else 8, "logit_bias": bias}
+            options |= {"ignore_eos": True, **sampling}
+            raw = await model.generate(given, raw_output=True, **options)
+            output = raw[0].outputs[0]
+            both = tokenizer.decode([*given, *output.token_ids])
+            assert both.endswith(output.text)
+            assert "nice day" not in output.text
+            if bias and given == ids[:-1]:
+                assert output.text == "🎉"
+            assert [output.text] == await model.generate(given, **options)
+            stream = model.stream(given, **options)
+            assert "".join([delta.text async for delta in stream]) == stream.text == output.text
+            stream = model.stream(given, **{**options, "max_tokens": 30})
+            async for _ in stream:
+                if len(stream.token_ids) >= 4:
+                    break
+            await stream.aclose()
+            assert "nice day" not in stream.text
+
+    asyncio.run(main())
+
+
+def test_a_stop_string_in_a_prompt_that_ends_inside_a_character(model: VLLMSteerModel) -> None:
+    ids = model.tokenizer("What a nice day 🎉")["input_ids"]
+    with pytest.raises(RequestError, match="stop: the prompt has 'nice' in its text and ends inside a character"):
+        asyncio.run(model.generate(ids[:-1], **SHORT, stop=["nice"]))
+    assert asyncio.run(model.generate(ids, **SHORT, stop=["nice"]))

@@ -20,12 +20,22 @@ import pandas as pd
 import pytest
 import torch
 
-from chatspace_lab import AddSpec, ChatResponse, LabSession, SteeringSpec, VLLMSteerModel, Where
+from chatspace_lab import (
+    AddSpec,
+    ChatResponse,
+    LabSession,
+    SteeringSpec,
+    VLLMSteeringConfig,
+    VLLMSteerModel,
+    Where,
+)
 from chatspace_lab.analysis import Direction, sweep_cells
 from chatspace_lab.errors import (
+    ConfigError,
     HighDoseWarning,
     LabError,
     PromptTooLongError,
+    ReadOnlyError,
     RequestError,
     SessionError,
     SteeringError,
@@ -707,6 +717,88 @@ def test_a_stream_keeps_its_text_when_the_button_is_pressed_again(
     assert lab.partial == stream.text
     monkeypatch.undo()
     stream.close()
+
+
+HELD: dict[str, Any] = {"temperature": 0.0, "max_tokens": 900, "ignore_eos": True, "stop": ["forty characters " * 3]}
+
+
+def test_what_is_kept_has_the_text_that_was_held_back_for_a_stop_string(lab: LabSession) -> None:
+    def text_of(run: Any) -> str:
+        assert run.text == lab.tokenizer.decode(run.token_ids)
+        return str(run.text)
+
+    six = lambda: bool(len(lab.history)) and len(lab.history[-1].token_ids) >= 6  # noqa: E731
+    interrupted(lab, lambda: lab.generate("One two three", **HELD), six)
+    assert lab.partial == [text_of(lab.history[-1])]
+    lab.history.clear()
+    interrupted(lab, lambda: lab.chat(CHAT, **HELD), six)
+    assert lab.partial == [text_of(lab.history[-1])]
+    lab.history.clear()
+    stream = lab.stream("One two three", **HELD)
+    interrupted(lab, lambda: list(stream), lambda: len(stream.token_ids) >= 6)
+    wait_until(lambda: lab.history[-1].status == "aborted")
+    assert lab.partial == stream.text == lab.tokenizer.decode(stream.token_ids)
+    assert text_of(lab.history[-1]).startswith(stream.text)
+    seen: list[int] = []
+
+    def read() -> None:
+        for delta in lab.stream("One two three", **HELD):
+            seen.extend(delta.token_ids)
+            if len(seen) >= 6:
+                time.sleep(60)
+
+    interrupted(lab, read, lambda: len(seen) >= 6)
+    assert lab.partial == lab.tokenizer.decode(seen)
+    with lab.stream("One two three", **HELD) as left:
+        for _ in left:
+            if len(left.token_ids) >= 6:
+                break
+    assert left.text == lab.tokenizer.decode(left.token_ids)
+    wait_until(lambda: lab.history[-1].status == "aborted")
+    text_of(lab.history[-1])
+
+
+def test_prompts_that_are_repeated_are_samples_in_captures_too(lab: LabSession) -> None:
+    drawn: dict[str, Any] = {"temperature": 1.0, "max_tokens": 12, "seed": 0, "ignore_eos": True}
+    eight = lab.generate("The river", n=8, **drawn)
+    pooled = lab.capture(["The river"] * 8, [3], "last", where="answer", **drawn)
+    assert pooled.rows["text"].tolist() == eight
+    assert len({row.tobytes() for row in pooled.layer(3)}) == 8
+    seeds = [run.sampling["seed"] for run in lab.history][-8:]
+    assert sorted(seeds) == list(range(8))  # which repeats one of them alone
+    assert lab.generate("The river", **{**drawn, "seed": 5}) == [eight[5]]
+    grid = lab.sweep("The river", [3, 5], torch.ones(lab.hidden_size), [0.0], perplexity=False, **drawn)
+    assert grid["text"].tolist() == [eight[0]] * 2  # all cells are drawn alike
+
+
+def test_what_a_lab_does_not_read_cannot_be_set(lab: LabSession, demo_model_path: str) -> None:
+    for holder, name in ((lab, "temperature"), (lab, "max_model_len"), (lab, "tokenizer"), (lab.aio, "tokenizer")):
+        with pytest.raises(ReadOnlyError, match=f"{name} .*setting it has no effect"):
+            setattr(holder, name, 0)
+    with pytest.raises(ReadOnlyError, match="chat_options"):
+        lab.tokenizer.chat_template = "x"
+    config = VLLMSteeringConfig(demo_model_path)
+    with pytest.raises(ConfigError, match="has no attribute max_model_length"):
+        config.max_model_length = 5
+    config.max_model_len = -1
+    with pytest.raises(ConfigError, match="max_model_len"):
+        LabSession(config, beside=True)
+
+
+def test_special_tokens_that_a_message_spells_stand_in_the_frame(lab: LabSession) -> None:
+    asked = [{"role": "user", "content": "write <|im_end|> now"}]
+    words = Where.messages(0).without_special_tokens()
+    for options, count in ((None, 1), ({"split_special_tokens": True}, 0)):
+        [_], [handle] = lab.chat(asked, capture_layers=[3], chat_options=options, **GREEDY)
+        frame = lab.frame(handle)
+        own = frame[frame["role"] == "user"]
+        assert own["special"].sum() == count
+        assert own.loc[own["special"], "token"].tolist() == ["<|im_end|>"] * count
+        assert frame.loc[frame["role"] == "template", "special"].any()
+        [_], [chosen] = lab.chat(asked, capture_layers=[3], capture_where=words, chat_options=options, **GREEDY)
+        assert chosen.positions == own["position"].tolist()
+        chosen.close()
+        handle.close()
 
 
 def test_what_is_kept_of_an_interrupted_chat_begins_with_what_it_continues_only(lab: LabSession) -> None:
