@@ -359,10 +359,6 @@ class EngineClient:
                 raise
             raise errors.RequestError(str(error)) from error
         finally:
-            if put is not None and received and (output is None or not output.finished):
-                rest = held_back(tokenizer, prompt, params, received, sent)
-                if rest:
-                    put(StreamDelta(rest, ()))
             if program:
                 self.bank.release(program.vectors)
             if handle is not None and handle.state == "running":
@@ -370,6 +366,10 @@ class EngineClient:
                 self.captures.completed(handle)
             elif handle is not None:  # closed while it ran; rows may have come after that
                 self.captures.discard(handle.request_id)
+            if put is not None and received and (output is None or not output.finished):
+                rest = held_back(tokenizer, prompt, params, received, sent)
+                if rest:
+                    put(StreamDelta(rest, ()))
         if output is None or not output.finished:
             raise errors.WorkerError(f"request {submission.request_id} ended without an answer")
         return output
