@@ -82,7 +82,7 @@ def spec_named(spec: Any, vectors: Mapping[str, Any]) -> Any:
     RequestError, SteeringError
         If no vector has one of the names, or it cannot be used at that layer.
     """
-    if not isinstance(spec, SteeringSpec) or not any(isinstance(op.vector, str) for _, op in spec):
+    if not isinstance(spec, SteeringSpec) or not spec.names:
         return spec
     layers = {layer: _layer_named(here, layer, vectors) for layer, here in spec.layers.items()}
     return SteeringSpec(layers, spec.where)

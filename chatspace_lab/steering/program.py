@@ -105,9 +105,10 @@ def compile_spec(spec: SteeringSpec, *, layer_count: int, hidden_size: int, max_
         raise SteeringError(f"expected a SteeringSpec, got {kind_of(spec, SteeringSpec)}")
     if not spec:
         return None
-    named = next((op.vector for _, op in spec if isinstance(op.vector, str)), None)
-    if named is not None:
-        raise SteeringError(f"the spec names a vector, {named!r}; names are looked up by a lab or a model alone")
+    if spec.names:
+        raise SteeringError(
+            f"the spec names a vector, {spec.names[0]!r}; names are looked up by a lab or a model alone"
+        )
     # A slider or a sweep sends the same spec again and again. Torch counts the edits of a tensor, so that even a spec
     # whose own copy of a vector was edited in place is compiled anew.
     limits = (layer_count, hidden_size, max_ops_per_layer)

@@ -17,6 +17,7 @@ requests (:data:`chatspace_lab.wire.LARGEST`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -279,6 +280,11 @@ class SteeringSpec(_ByValue):
         for layer, spec in self.layers.items():
             for operation in spec.steps:
                 yield layer, operation
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names that stand for vectors, which a lab or a model looks up; counted once, since every request asks."""
+        return tuple(str(operation.vector) for _, operation in self if isinstance(operation.vector, str))
 
     def with_layer(self, layer: int, spec: LayerSteeringSpec | None) -> SteeringSpec:
         """Return this spec with the operations of one layer replaced, or removed with None."""
