@@ -585,7 +585,7 @@ def test_the_tokenizer_works_like_any(model: VLLMSteerModel, hf: Oracle, tmp_pat
     batch, conversation = ["One", "Two <|im_end|> three"], [{"role": "user", "content": "Hi"}]
     for use in (
         lambda t: t(batch, padding=True)["input_ids"],
-        lambda t: t(batch, padding=True, truncation=True, max_length=2, return_tensors="pt")["input_ids"].tolist(),
+        lambda t: t(batch, padding=True, truncation=True, max_length=99, return_tensors="pt")["input_ids"].tolist(),
         lambda t: t.pad({"input_ids": [[1, 2], [3]]})["input_ids"],
         lambda t: t.encode("Hello", split_special_tokens=True),
         lambda t: (t.decode([5, 6]), t.batch_decode([[5], [6]]), t.tokenize("Hello there"), len(t), t.vocab_size),
