@@ -54,25 +54,25 @@ def fixed_tokenizer(tokenizer: Any) -> Any:
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         return tokenizer
 
-    def refuse(what: str) -> ReadOnlyError:
+    def refusal(what: str) -> str:
         advice = (
             TEMPLATE if what == "chat_template" else "change a copy (copy.deepcopy) and pass the token ids it gives"
         )
-        return ReadOnlyError(f"tokenizer.{what} cannot be changed: the engine would not read it; {advice}")
+        return f"tokenizer.{what} cannot be changed: the engine would not read it; {advice}"
 
     base: Any = type(tokenizer)
 
     class FixedTokenizer(base):
         def __setattr__(self, name: str, value: object) -> None:
             if not name.startswith("_"):
-                raise refuse(name)
+                raise ReadOnlyError(refusal(name))
             object.__setattr__(self, name, value)
 
         def add_tokens(self, *args: Any, **kwargs: Any) -> int:
-            raise refuse("add_tokens")
+            raise ReadOnlyError(refusal("add_tokens"))
 
         def add_special_tokens(self, *args: Any, **kwargs: Any) -> int:
-            raise refuse("add_special_tokens")
+            raise ReadOnlyError(refusal("add_special_tokens"))
 
         def __copy__(self) -> Any:
             return copy.deepcopy(_single(tokenizer))

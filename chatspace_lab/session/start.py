@@ -131,11 +131,9 @@ def fits_beside(prepared: Prepared) -> bool:
     On a CPU that is seen from the size of the weights' files and of the KV cache. On a GPU the answer is no: an engine
     takes most of its memory.
     """
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return False
     config = prepared.vllm_config
+    if config.device_config.device_type != "cpu":
+        return False
     folder = Path(config.model_config.model)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
