@@ -10,7 +10,7 @@ from playwright.sync_api import Locator, Page, expect
 
 from tests.conftest import wait_until
 from tests.panels.browser.jupyter import Kernel
-from tests.panels.browser.page import SENTENCE, Panel, picture, weak_texts
+from tests.panels.browser.page import SENTENCE, Panel, picture, save, weak_texts
 
 CELLS = "() => window.jupyterapp.shell.currentWidget.content.model.sharedModel.cells.map(each => each.cell_type)"
 KEYS = ["d", "d", "x", "m", "y", "0", "0", "a", "b", "z", "c", "v", "Shift+M", "j", "k", "o", "i", "i", "Control+Enter"]
@@ -121,6 +121,13 @@ APART = """root => {
 }"""
 
 
+def unpin(panel: Panel) -> None:
+    """Let go of the pinned token, and wait until the kernel knows."""
+    panel.page.keyboard.press("Escape")
+    expect(panel.root.locator(".cl-pinned")).to_have_count(0)
+    wait_until(lambda: panel.value("panel.state['view']['pinned']") is None)
+
+
 def test_the_note_of_a_pinned_token_stays_with_it_and_covers_no_control(panel: Panel) -> None:
     panel.ask()
     panel.settled()
@@ -134,30 +141,28 @@ def test_the_note_of_a_pinned_token_stays_with_it_and_covers_no_control(panel: P
         for side in ("steered", "baseline"):
             tokens = panel.pane(side).locator(".cl-token")
             for at in (1, tokens.count() // 2, tokens.count() - 2):
-                panel.page.keyboard.press("Escape")
-                expect(panel.root.locator(".cl-pinned")).to_have_count(0)
+                unpin(panel)
                 tokens.nth(at).click()
                 panel.page.mouse.move(5, 5)
                 expect(tip).to_be_visible()
+                wait_until(lambda: panel.root.evaluate(APART) < 6)
                 assert panel.root.evaluate(COVERED) == []
-                assert panel.root.evaluate(APART) < 6
         # a form above moves the conversation, and the note with it
-        panel.page.keyboard.press("Escape")
+        unpin(panel)
         panel.token(38).click()
         panel.page.mouse.move(5, 5)
         expect(panel.token(38)).to_have_class(re.compile("cl-pinned"))
         panel.root.locator(".cl-form").evaluate("form => { form.open = true; }")
         expect(tip).to_contain_text("position 38")
+        wait_until(lambda: panel.root.evaluate(APART) < 6)
         assert panel.root.evaluate(COVERED) == []
-        assert panel.root.evaluate(APART) < 6
         picture(panel, f"pinned_{width}")
         panel.root.locator(".cl-form").evaluate("form => { form.open = false; }")
         # a click elsewhere closes the note, Escape and a click on the note let go of the token
         panel.root.locator(".cl-header strong").click()
         expect(tip).to_be_hidden()
         for close in ("Escape", "click"):
-            panel.page.keyboard.press("Escape")
-            expect(panel.root.locator(".cl-pinned")).to_have_count(0)
+            unpin(panel)
             panel.token(38).click()
             panel.page.mouse.move(5, 5)
             expect(tip).to_be_visible()
@@ -218,6 +223,7 @@ def test_every_text_can_be_read_on_any_page(panel: Panel) -> None:
             panel.pane().evaluate("each => each.classList.remove('cl-stale')")
             picture(panel, f"ground_{name.replace(' ', '_')}")
     finally:
+        save(page)
         page.reload()
         expect(panel.root).to_be_visible()
     assert not weak
