@@ -196,9 +196,12 @@ export function chatPane(side, calls) {
       /** @param {DOMRect} box */
       const inside = (box) => ({ left: box.left - origin.left, top: box.top - origin.top, width: box.width, height: box.height });
       const at = inside(span.getClientRects()[0] ?? span.getBoundingClientRect());
+      const edges = [...list.querySelectorAll(".cl-edit")].map((each) => inside(each.getBoundingClientRect())).filter((each) => each.width > 0);
+      const right = Math.min(origin.width, ...edges.map((each) => each.left - 2)); // left of the buttons of all messages
+      note.style.maxWidth = `${Math.min(320, right)}px`;
       const { width, height } = note.getBoundingClientRect();
       const taken = [...list.querySelectorAll("button, textarea")].map((each) => inside(each.getBoundingClientRect())).filter((each) => each.width > 0);
-      const lefts = [at.left, at.left + at.width - width, 0].map((left) => Math.max(0, Math.min(left, origin.width - width)));
+      const lefts = [at.left, at.left + at.width - width, 0].map((left) => Math.max(0, Math.min(left, right - width)));
       const places = [
         ...lefts.map((left) => ({ left, top: at.top + at.height + 2 })),
         ...lefts.map((left) => ({ left, top: at.top - height - 2 })),
