@@ -50,7 +50,9 @@ NAME = "formal <b>"
 
 
 class Typed:
-    """A tokenizer whose token i is TYPED[i]."""
+    """A tokenizer whose token i is TYPED[i]; none is special."""
+
+    all_special_ids: tuple[int, ...] = ()
 
     def convert_ids_to_tokens(self, token: int) -> str:
         return TYPED[token]
