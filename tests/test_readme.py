@@ -80,7 +80,6 @@ def test_the_notebook_cells() -> None:
         asyncio.run(cells())
     finally:
         names["lab"].close()
-    assert "Paris" in names["plain"]
     assert names["plain"] != names["steered"]
     assert names["exported"].layers.keys() == {4, 6, 8}
     assert len(names["answers"]) == 3

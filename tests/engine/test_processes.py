@@ -184,10 +184,12 @@ def test_two_models_in_one_process(llama: str, tmp_path: Path, no_leftovers: Non
             asyncio.run(check(one, llama, spec))
             asyncio.run(check(two, other, SteeringSpec.none()))
             # No second close() would do anything: what is left of the engine ends all the same.
+            before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
             interrupt = threading.Timer(0.05, signal.raise_signal, [signal.SIGINT])
             interrupt.start()
             with pytest.raises(KeyboardInterrupt):
                 two.close()
+            signal.signal(signal.SIGINT, before)
         asyncio.run(check(one, llama, spec))
 
 
