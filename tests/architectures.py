@@ -81,14 +81,14 @@ async def compare(model: VLLMSteerModel, oracle: Oracle) -> Errors:
     """
     assert (model.hidden_size, model.layer_count) == (tiny.HIDDEN, tiny.LAYERS)
     worst = dict.fromkeys(SPECS, 0.0)
-    await _compare(model, oracle, PROMPTS, "all", worst)
-    cached = await _compare(model, oracle, [LONG], "answer", worst)
+    await compare_prompts(model, oracle, PROMPTS, "all", worst)
+    cached = await compare_prompts(model, oracle, [LONG], "answer", worst)
     if not model._client._engine.vllm_config.cache_config.enable_prefix_caching:
         return Errors(worst, None)
     return Errors(worst, cached)
 
 
-async def _compare(
+async def compare_prompts(
     model: VLLMSteerModel, oracle: Oracle, prompts: list[list[int]], where: str, worst: dict[str, float]
 ) -> int:
     """Raise each of ``worst`` to what is seen; return the fewest tokens that came from the prefix cache."""

@@ -79,7 +79,8 @@ async def build(
         {layer: rows[part] for layer, rows in pooled.by_layer().items()} for part in (slice(count), slice(count, None))
     ]
     fitted = await asyncio.to_thread(partial(_fit(method), *sides, name=name.strip(), groups=together, **test))
-    words = "the mean over each text's tokens but the first" if whole else f"the {reduce} of {describe_where(chosen)}"
+    averaged = "the mean over each text's tokens but attention sinks"
+    words = averaged if whole else f"the {reduce} of {describe_where(chosen)}"
     details = {
         **fitted.details,
         "layer_count": lab.model.layer_count,

@@ -33,18 +33,22 @@ def cosine(left: torch.Tensor, right: torch.Tensor) -> float:
     return float(torch.nn.functional.cosine_similarity(left.double(), right.double(), dim=0))
 
 
+def ordinary(rows: torch.Tensor) -> torch.Tensor:
+    """Return the mean of rows [tokens, hidden_size] without attention sinks."""
+    norms = rows.double().norm(dim=-1)
+    return rows[norms <= 3 * norms.quantile(0.25, interpolation="lower")].double().mean(0)
+
+
 def test_a_direction_is_unsteered_tested_named_and_shown(clean: LabSession, hf: Oracle) -> None:
     clean.steer([4, 16], torch.ones(clean.hidden_size), 8.0)
     sea = clean.direction(SEA, OFFICE, name="sea")
     assert clean.vectors == {"sea": sea}
     assert sea.details["steering"] == "unsteered"
     for layer in (4, 12, 29):
-        means = [
-            torch.stack(
-                [hf.residuals(clean.tokenizer(text)["input_ids"])[layer][1:].double().mean(0) for text in side]
-            ).mean(0)
-            for side in (SEA, OFFICE)
-        ]
+        means = []
+        for side in (SEA, OFFICE):
+            rows = [hf.residuals(clean.tokenizer(text)["input_ids"])[layer][1:] for text in side]
+            means.append(torch.stack([ordinary(each) for each in rows]).mean(0))
         assert cosine(sea.at(layer), means[0] - means[1]) > 0.9999
         assert sea.norms[layer] == pytest.approx(float((means[0] - means[1]).norm()), rel=1e-3)
     steered = clean.direction(SEA, OFFICE, name="steered", steering="session")
@@ -57,7 +61,7 @@ def test_a_direction_is_unsteered_tested_named_and_shown(clean: LabSession, hf: 
     for part in (
         "6 pairs",
         "unsteered",
-        "the mean over each text's tokens but the first",
+        "the mean over each text's tokens but attention sinks",
         f"read at layer {best.layer}",
     ):
         assert part in repr(sea)
@@ -122,12 +126,12 @@ def test_what_cannot_be_built(clean: LabSession) -> None:
 
 def test_captures_are_unsteered_unless_asked_otherwise(clean: LabSession) -> None:
     texts = ["The river flows to the sea.", "A day in the office."]
-    plain = clean.capture(texts, [5, 20], "mean")
+    plain = clean.capture(texts, [5, 20], "mean", attention_sinks=True)
     vector = torch.ones(clean.hidden_size)
     clean.steer(5, vector, 10.0)
     spec = clean.export_steering_spec()
     unsteered, session, given = (
-        clean.capture(texts, [5, 20], "mean", steering=each) for each in (None, "session", spec)
+        clean.capture(texts, [5, 20], "mean", steering=each, attention_sinks=True) for each in (None, "session", spec)
     )
     np.testing.assert_allclose(unsteered.values, plain.values, rtol=1e-4, atol=1e-3)
     assert (unsteered.steering, session.steering) == (SteeringSpec.none(), spec)

@@ -64,7 +64,7 @@ def marks(image: Locator) -> int:
     """Return how many points a plot has, and check that the page draws it."""
     assert image.evaluate("async image => { await image.decode(); return image.naturalWidth; }") > 0
     svg = base64.b64decode((image.get_attribute("src") or "").partition("base64,")[2]).decode()
-    return svg.count("h0")
+    return re.sub(r"data:image/png;base64,[^\"]*", "", svg).count("h0")  # a heatmap's pixels may spell it
 
 
 def test_without_a_kernel_texts_tints_and_plots_are_there(panel: Panel, server: Server, reader: Server) -> None:
