@@ -173,7 +173,11 @@ def test_another_vector_under_the_same_name_is_the_sessions_too(lab: LabSession,
     panel.wait(60)
     for answered in panel._runner.answers.values():  # both sides are read along the new one
         [readings] = lab.read_captures([answered.handle], {"new": v + 2.0}, layers=[8])
-        np.testing.assert_allclose(answered.projections("v", [8])[0], readings.projection("new")[0, 1:], rtol=1e-4)
+        seen = answered.projections("v", [8])[0]
+        ordinary = np.isfinite(seen)
+        assert not ordinary[0]  # the first token is an attention sink
+        assert ordinary.sum() > len(seen) / 2
+        np.testing.assert_allclose(seen[ordinary], readings.projection("new")[0, ordinary], rtol=1e-4)
     lab.vectors["v"] = -v
     panel.regenerate()  # nothing of the rows has changed, and yet
     panel.wait(60)
@@ -405,8 +409,7 @@ def holders(lab: LabSession) -> tuple[int, int, int]:
 
 
 def test_panels_that_nothing_refers_to_let_go(lab: LabSession, v: torch.Tensor) -> None:
-    gc.collect()
-    wait_until(lambda: len(lab._panels) == 0, what="earlier panels are gone")
+    wait_until(lambda: gc.collect() >= 0 and len(lab._panels) == 0, what="earlier panels are gone")
     before = holders(lab)
     lab.vectors["v"] = v
     for _ in range(30):  # a few may wait for the collector
@@ -417,8 +420,12 @@ def test_panels_that_nothing_refers_to_let_go(lab: LabSession, v: torch.Tensor) 
     asked.ask("Name a river.")
     asked.wait(60)
     del asked
-    gc.collect()
-    wait_until(lambda: holders(lab) == before, what="all panels let go")
+
+    def let_go() -> bool:
+        gc.collect()  # the end of a run holds its panel a little longer
+        return holders(lab) == before
+
+    wait_until(let_go, what="all panels let go")
     begun = time.perf_counter()
     lab.steer(8, v)
     assert time.perf_counter() - begun < 0.5
