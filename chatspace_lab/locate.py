@@ -85,7 +85,7 @@ class _Marks:
 
 
 def locate(template: Template, contents: Sequence[str], text: str) -> list[tuple[int, int] | str]:
-    """Return for each content the characters ``[start, end)`` of ``text`` that it became, or why that cannot be told.
+    """Return for each content the characters ``[start, end)`` of ``text`` that it became, or why it cannot be located.
 
     A content may have been trimmed, escaped, quoted, or have lost its beginning or its end: its place is what the
     template made of it. One that is empty and that the template treats apart stands, empty, behind the one before it.

@@ -46,7 +46,7 @@ DEATH_S = 1
 """Seconds between two looks at whether the engine still lives, while a call waits for its answer."""
 
 Progress = Callable[[str], None]
-"""Is told what is being done."""
+"""Receives the name of the stage that a start has reached."""
 
 _open: weakref.WeakSet[EngineClient] = weakref.WeakSet()
 
@@ -57,7 +57,7 @@ def _close_open() -> None:
 
 
 _starting = threading.Lock()
-"""One engine of ours starts at a time, so that what a failed start leaves behind can be told from another's."""
+"""One engine of ours starts at a time, so that the processes of a failed start are not confused with another's."""
 
 
 @contextlib.contextmanager
@@ -97,7 +97,7 @@ class ModelFacts:
 
 
 class Observer(Protocol):
-    """Is told of every request, on the engine's loop: it must be quick, and must not raise."""
+    """Receives the events of every request on the engine's loop. Methods must return at once and must not raise."""
 
     def began(self, submission: Submission) -> None:
         """Note a request that goes to the engine."""
@@ -138,7 +138,7 @@ class EngineClient:
     ) -> EngineClient:
         """Start an engine and wait until it is ready.
 
-        ``progress`` is told what is being done, again and again. An interrupt ends the start and all its processes.
+        ``progress`` is called repeatedly with the current stage. An interrupt ends the start and all its processes.
 
         Raises
         ------

@@ -43,7 +43,7 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods, Fixed):
         None is True on a CPU, for its quick start, and False on a GPU, where CUDA graphs are worth several times the
         speed. Steering and captures are the same either way.
     progress
-        Is told, in this thread and again and again, what the start is at.
+        Called repeatedly in this thread with the current stage of the start.
 
     Attributes
     ----------

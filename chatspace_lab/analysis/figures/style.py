@@ -1,4 +1,4 @@
-"""What all figures share: colours, a layout that reads in light and dark, and text that is shown as typed."""
+"""Shared by all figures: colours, a layout for light and dark pages, and text shown literally."""
 
 from __future__ import annotations
 
