@@ -164,6 +164,7 @@ class Kernel:
     def __init__(self, file: Path) -> None:
         self._client = BlockingKernelClient(connection_file=str(file))
         self._client.load_connection_file()
+        self._client.hb_channel.time_to_dead = 30.0  # 1 s by default: a busy machine is no dead kernel
         self._client.start_channels()
         self._client.wait_for_ready(timeout=60)
 
