@@ -25,6 +25,7 @@ from chatspace_lab.analysis import (
     pca_of_differences,
     samples_of,
 )
+from chatspace_lab.analysis.groups import groups_of_texts
 from chatspace_lab.analysis.samples import auc_of
 from chatspace_lab.errors import AnalysisError, NearCopiesWarning, SteeringError
 from tests.analysis.handles import handle
@@ -159,7 +160,7 @@ def noise(groups: int, copies: int, spread: float, layers: int = 3, hidden: int 
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.__name__)
-@pytest.mark.parametrize("spread", [0.0, 1e-6, 0.02, 0.08])
+@pytest.mark.parametrize("spread", [0.0, 1e-6, 0.02, 0.08, 0.3])
 def test_copies_are_no_evidence(method: Callable[..., Direction], spread: float) -> None:
     positive, negative = noise(10, 5, spread, layers=1 if method is logistic_probe else 3)
     with pytest.warns(NearCopiesWarning, match="40 of 50 pairs are near copies"):
@@ -170,6 +171,63 @@ def test_copies_are_no_evidence(method: Callable[..., Direction], spread: float)
     assert abs(np.mean(list(direction.shuffled.values())) - 0.5) < 0.1
     assert max(map(abs, direction.split_half.values())) < 0.4  # 0.8 and more
     assert not direction.best_layer().trusted
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.__name__)
+@pytest.mark.parametrize(("factor", "shift"), [(1.3, 0.0), (1.0, 1.0)])
+def test_copies_that_are_scaled_or_shifted_are_no_evidence(
+    method: Callable[..., Direction], factor: float, shift: float
+) -> None:
+    """The same pairs in five wordings, each of which moves both sides alike."""
+    sides = [{0: np.concatenate([side[0] * factor**at + shift * at for at in range(5)])} for side in noise(10, 1, 0.0)]
+    with pytest.warns(NearCopiesWarning, match="of 50 pairs are near copies"):
+        assert not method(*sides).best_layer().trusted
+
+
+def test_labels_of_groups() -> None:
+    """Equal labels are one group in whatever they come; what is no list of labels is refused."""
+    positive, negative = noise(12, 1, 0.0)
+    labels = [at // 2 for at in range(12)]
+    given = (labels, torch.tensor(labels), [torch.tensor(at) for at in labels], np.array(labels), map(str, labels))
+    for groups in given:
+        assert difference_of_means(positive, negative, groups=groups).details["groups"] == 6
+    for wrong, said in (
+        ("aabbccddeeff", "list of names or numbers, one per pair, got str"),
+        (dict.fromkeys(range(12)), "got dict"),
+        (set(range(12)), "got set"),
+        ([*range(11), None], r"groups\[11\] must be a label, got None"),
+        (np.full(12, np.nan), r"groups\[0\] must be a label, got .*nan"),
+    ):
+        with pytest.raises(AnalysisError, match=said):
+            difference_of_means(positive, negative, groups=wrong)
+
+
+def test_texts_that_repeat_with_a_few_words_more_are_copies() -> None:
+    words = [
+        first + second for first in ("ri", "sto", "clou", "pa", "en", "bri", "gar") for second in "abcdefghijklmno"
+    ]
+    random = np.random.default_rng(0)
+    texts = [[" ".join(random.permutation(words)[:6]) for _ in range(10)] for _ in range(2)]
+    changes: list[Callable[[int, str], str]] = [
+        lambda at, text: f"{at}. {text}",
+        lambda at, text: f"Question {at}: {text.upper()}?",
+        lambda at, text: f"{text} {['yes', 'no', 'well', 'now', 'then'][at]}",
+        lambda at, text: ["", "Please read: ", "Well, ", "So: ", "Note that "][at] + text,
+    ]
+    for change in changes:
+        sides = [[change(at, text) for at in range(5) for text in side] for side in texts]
+        with pytest.warns(NearCopiesWarning, match="40 of 50 pairs are near copies"):
+            assert groups_of_texts(sides[0], sides[1], None) == list(range(10)) * 5
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert groups_of_texts(sides[0], sides[1], range(50)) is None  # told apart by name
+    with warnings.catch_warnings():  # words of a template make no copies
+        warnings.simplefilter("error")
+        for template in ("I am feeling very {} today.", "The {} was here."):
+            assert (
+                groups_of_texts(*[[template.format(word) for word in words[at : at + 7]] for at in (0, 7)], None)
+                is None
+            )
 
 
 def test_groups_stay_together() -> None:
