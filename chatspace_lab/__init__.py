@@ -13,6 +13,7 @@ from chatspace_lab import lazy
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from chatspace_lab.analysis.direction import Direction
     from chatspace_lab.capture import CaptureHandle
     from chatspace_lab.chat import ChatResponse, MessageBoundary
     from chatspace_lab.engine.config import VLLMSteeringConfig
@@ -34,6 +35,7 @@ _HOME = {
     "AddSpec": "steering.specs",
     "CaptureHandle": "capture",
     "ChatResponse": "chat",
+    "Direction": "analysis.direction",
     "LabError": "errors",
     "LabSession": "session",
     "LayerSteeringSpec": "steering.specs",
@@ -52,6 +54,7 @@ __all__ = [
     "AddSpec",
     "CaptureHandle",
     "ChatResponse",
+    "Direction",
     "LabError",
     "LabSession",
     "LayerSteeringSpec",

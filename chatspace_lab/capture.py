@@ -162,8 +162,8 @@ class CaptureHandle:
             raise CaptureClosedError(f"the captures of request {self.request_id} were closed")
         if self._captures is None:
             raise CaptureNotFetchedError(
-                f"the captures of request {self.request_id} are still in the workers: "
-                f"await model.fetch_captures_batch(handles), or handle.fetch()"
+                f"the captures of request {self.request_id} are still in the engine: "
+                f"lab.fetch_captures_batch(handles) brings them; in async code await handle.fetch()"
             )
         return self._captures
 
@@ -183,7 +183,10 @@ class CaptureHandle:
         return captures[layer_idx][0]["hidden"]
 
     async def fetch(self) -> CaptureHandle:
-        """Bring the rows into this process; a second time does nothing. Returns the handle."""
+        """Bring the rows into this process and return the handle; a second time does nothing.
+
+        This must be awaited. ``lab.fetch_captures_batch(handle)`` does it without ``await``.
+        """
         await self._source.fetch([self])
         return self
 

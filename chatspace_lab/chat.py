@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -27,7 +27,34 @@ CHANNEL = re.compile(
 """One part of an answer in channels: its name and its text."""
 
 
-class ChatResponse(str):
+class Completion(str):
+    """A generated text. It is a string that knows why it ended; a notebook cell shows that of one that was cut off.
+
+    Attributes
+    ----------
+    finish_reason
+        ``"stop"``, ``"length"`` (``max_tokens`` or the model's length was reached), or None if it was interrupted.
+    """
+
+    __slots__ = ("finish_reason",)
+
+    finish_reason: str | None
+
+    def __new__(cls, text: str, finish_reason: str | None = None) -> Self:
+        """Return the text with its reason."""
+        completion = super().__new__(cls, text)
+        completion.finish_reason = finish_reason
+        return completion
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return str(self), self.finish_reason
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Show the text in a notebook cell, and ``finish_reason`` unless the model ended it by itself."""
+        printer.text(repr(self) if self.finish_reason == "stop" else f"{self!r} (finish_reason={self.finish_reason!r})")
+
+
+class ChatResponse(Completion):
     """An assistant's answer. It is the whole text as a string, with its two parts as attributes.
 
     Attributes
@@ -37,14 +64,13 @@ class ChatResponse(str):
     generated
         The part that the model wrote.
     finish_reason
-        ``"stop"``, ``"length"``, or None if it was cut off.
+        As of :class:`Completion`.
     """
 
-    __slots__ = ("_message", "finish_reason", "generated", "prefill")
+    __slots__ = ("_message", "generated", "prefill")
 
     prefill: str
     generated: str
-    finish_reason: str | None
     _message: dict[str, str] | None
 
     def __new__(
@@ -53,14 +79,14 @@ class ChatResponse(str):
         prefill: str = "",
         finish_reason: str | None = None,
         message: Mapping[str, str] | None = None,
-    ) -> ChatResponse:
+    ) -> Self:
         """Join the two parts. ``message`` is what :meth:`to_message` returns, if that is not simply the text."""
-        response = super().__new__(cls, prefill + generated)
-        response.prefill, response.generated, response.finish_reason = prefill, generated, finish_reason
+        response = super().__new__(cls, prefill + generated, finish_reason)
+        response.prefill, response.generated = prefill, generated
         response._message = None if message is None else dict(message)
         return response
 
-    def __getnewargs__(self) -> tuple[str, str, str | None, dict[str, str] | None]:  # type: ignore[override]
+    def __getnewargs__(self) -> tuple[Any, ...]:
         return self.generated, self.prefill, self.finish_reason, self._message
 
     @property
@@ -141,17 +167,29 @@ def check_conversation(messages: Any) -> list[dict[str, Any]]:
         Naming the message that has no role or no content.
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
-        raise RequestError(f"a conversation is a list of messages, got {type(messages).__name__}")
+        raise RequestError(
+            f"a conversation must be a list of messages, got {type(messages).__name__}; write "
+            f'[{{"role": "user", "content": "…"}}], or for one message of a user use lab.ask("…")'
+        )
     if not messages:
         raise RequestError("the conversation is empty: give at least one message")
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            raise RequestError(f"message {index}: expected a dict with role and content, got {type(message).__name__}")
+            raise RequestError(
+                f"message {index} must be a dict with role and content, got {type(message).__name__}; write "
+                f'{{"role": "user", "content": "…"}}'
+            )
         if not isinstance(message.get("role"), str):
-            raise RequestError(f"message {index}: no role")
+            raise RequestError(f'message {index} must have a role, such as "user"; it has {_keys(message)}')
         if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
-            raise RequestError(f"message {index} ({message['role']}): content is no text")
+            content = message.get("content")
+            got = f"got {type(content).__name__}" if "content" in message else f"it has {_keys(message)}"
+            raise RequestError(f"message {index} ({message['role']}): content must be text (a str); {got}")
     return [dict(message) for message in messages]
+
+
+def _keys(message: Mapping[str, Any]) -> str:
+    return f"only {', '.join(map(repr, message))}" if message else "nothing"
 
 
 def check_text(text: str) -> str:

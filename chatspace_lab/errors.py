@@ -8,7 +8,7 @@
     ├── RequestError (ValueError)             an argument of generate, chat or stream that cannot be used
     │   └── PromptTooLongError                the prompt, or the prompt and its answer, do not fit the model
     ├── CaptureError (RuntimeError)           captured activations cannot be given
-    │   ├── CaptureNotFetchedError            they are still in the workers
+    │   ├── CaptureNotFetchedError            they were not fetched yet
     │   ├── CaptureClosedError                the handle was closed
     │   └── CaptureLimitError                 unfetched captures hold all the memory they may
     ├── MessageLocationError (LookupError)    a message cannot be found in the rendered prompt
@@ -72,7 +72,7 @@ class CaptureError(LabError, RuntimeError):
 
 
 class CaptureNotFetchedError(CaptureError):
-    """The activations are still in the workers: await ``fetch_captures_batch`` first."""
+    """The activations are still in the engine: call ``fetch_captures_batch`` first."""
 
 
 class CaptureClosedError(CaptureError):

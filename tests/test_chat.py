@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import time
 from typing import Any
 
 import pytest
+from IPython.lib.pretty import pretty
 from transformers import AddedToken, AutoTokenizer
 
 from chatspace_lab import ChatResponse, LabError, MessageBoundary
-from chatspace_lab.chat import RenderedChat, answer, is_batch, render
+from chatspace_lab.chat import Completion, RenderedChat, answer, is_batch, render
 from chatspace_lab.errors import MessageLocationError, RequestError
 from tests.templates import HARMONY, LLAMA31, QWEN3, QWEN25, R1, TRIMS
 
@@ -75,6 +77,17 @@ def test_an_answer_without_prefill() -> None:
 def test_copies_keep_everything(copied: Any) -> None:
     response = copied(ChatResponse("b", "a", "length"))
     assert (response, response.prefill, response.generated, response.finish_reason) == ("ab", "a", "b", "length")
+
+
+@pytest.mark.parametrize("kind", [Completion, ChatResponse])
+def test_a_cell_shows_that_a_text_was_cut_off(kind: type[Completion]) -> None:
+    cut, whole = kind("so it", finish_reason="length"), kind("so it", finish_reason="stop")
+    assert pretty([cut]) == "['so it' (finish_reason='length')]"
+    assert pretty(kind("so")) == "'so' (finish_reason=None)"  # interrupted
+    assert pretty(whole) == repr(whole) == repr(cut) == "'so it'"
+    assert json.dumps([cut]) == '["so it"]'
+    copied = pickle.loads(pickle.dumps(cut))
+    assert (type(copied), copied, copied.finish_reason) == (kind, "so it", "length")
 
 
 # -- rendering -------------------------------------------------------------------------------------------------------
@@ -487,11 +500,12 @@ def test_continuing_the_final_message(tokenizer: Any, prefill: str) -> None:
         ("Hello", {}, "list of messages, got str"),
         (user("Hello"), {}, "list of messages, got dict"),
         (None, {}, "list of messages, got NoneType"),
-        (["Hello"], {}, "message 0: expected a dict"),
-        ([user("x"), {"content": "y"}], {}, "message 1: no role"),
-        ([{"role": "user"}], {}, r"message 0 \(user\): content is no text"),
-        ([{"role": "user", "content": None}], {}, "content is no text"),
-        ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], {}, "content is no text"),
+        ("Hello", {}, r'write \[\{"role": "user", "content": "…"\}\], or .* lab\.ask'),
+        (["Hello"], {}, 'message 0 must be a dict with role and content, got str; write {"role": "user"'),
+        ([user("x"), {"content": "y"}], {}, "message 1 must have a role, such as \"user\"; it has only 'content'"),
+        ([{"role": "user"}], {}, r"message 0 \(user\): content must be text \(a str\); it has only 'role'"),
+        ([{"role": "user", "content": None}], {}, "content must be text .*; got NoneType"),
+        ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], {}, "content must be text .*; got list"),
     ],
 )
 def test_conversations_that_cannot_be_used(tokenizer: Any, conversation: Any, options: Any, words: str) -> None:

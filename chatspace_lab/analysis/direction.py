@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -346,13 +348,21 @@ class Direction:
             If the path's ending is that of another format, or it cannot be written.
         """
         tensors, facts = _files(path)
+        # Written beside and moved: a save that fails, or is interrupted, leaves an older one whole.
+        written = [file.with_name(file.name + ".new") for file in (tensors, facts)]
         try:
             text = json.dumps({"format": _FORMAT, **self.facts()}, indent=1, allow_nan=False)
             tensors.parent.mkdir(parents=True, exist_ok=True)
-            save_file({str(layer): vector for layer, vector in self.vectors.items()}, tensors)
-            facts.write_text(text, encoding="utf-8")
+            save_file({str(layer): vector for layer, vector in self.vectors.items()}, written[0])
+            written[1].write_text(text, encoding="utf-8")
+            for file, new in zip((tensors, facts), written, strict=True):
+                os.replace(new, file)
         except (OSError, TypeError, ValueError, SafetensorError) as error:
             raise AnalysisError(f"direction {self.name!r} cannot be written to {tensors}: {error}") from error
+        finally:
+            for new in written:
+                with contextlib.suppress(OSError):
+                    new.unlink(missing_ok=True)
 
     def facts(self) -> dict[str, Any]:
         """Return all but the vectors, as plain data that JSON holds; with the vectors, :meth:`from_facts` reads it."""

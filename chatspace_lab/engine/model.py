@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from chatspace_lab.capture import CaptureHandle
-from chatspace_lab.chat import answer
+from chatspace_lab.chat import Completion, answer
 from chatspace_lab.engine.client import EngineClient, ModelFacts, Observer
 from chatspace_lab.engine.config import VLLMSteeringConfig
 from chatspace_lab.engine.fixed import Fixed
@@ -20,7 +20,7 @@ from chatspace_lab.engine.stream import TextStream
 from chatspace_lab.errors import CaptureError, SteeringError, kind_of
 from chatspace_lab.readings import Readings
 from chatspace_lab.steering.directions import DirectionSet
-from chatspace_lab.steering.names import directions_named
+from chatspace_lab.steering.names import Vectors, directions_named
 from chatspace_lab.steering.program import check_layer
 from chatspace_lab.steering.specs import SteeringSpec
 from chatspace_lab.steering.vectors import as_list
@@ -90,7 +90,7 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods, Fixed):
         self.model_name = self.config.model_name
         self.hidden_size, self.layer_count, self.dtype = facts.hidden_size, facts.layer_count, facts.dtype
         self.max_model_len, self.tokenizer = facts.max_model_len, facts.tokenizer
-        self.vectors: dict[str, Any] = {}
+        self.vectors: dict[str, Any] = Vectors()
         self._loop, self._lock = self._client.loop, self._client.lock
         self._session = SessionSteering(self._lock, self._client.bank, self._compile)
         try:
@@ -114,7 +114,7 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods, Fixed):
         raw_output: bool = False,
         **sampling: Any,
     ) -> Any:
-        """Complete one prompt or several.
+        """Complete one prompt or several. Without ``max_tokens`` an answer has at most 16 tokens, vLLM's default.
 
         Parameters
         ----------
@@ -138,9 +138,10 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods, Fixed):
 
         Returns
         -------
-        list of str, or (list of str, list of CaptureHandle)
-            One text per prompt, in order; with ``n > 1`` samples, ``n`` per prompt after each other. Handles, one per
-            text, come with ``capture_layers``.
+        list of Completion, or (list of Completion, list of CaptureHandle)
+            One text per prompt, in order; with ``n > 1`` samples, ``n`` per prompt after each other. A
+            :class:`~chatspace_lab.chat.Completion` is a str with ``finish_reason``. Handles, one per text, come with
+            ``capture_layers``.
 
         Raises
         ------
@@ -152,7 +153,7 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods, Fixed):
         return await self._run(
             self._complete(
                 lambda: prompts_from(prompts, self.tokenizer, self._client.facts.vocab_size),
-                lambda submission, output: output.text,
+                lambda _, output: Completion(output.text, output.finish_reason),
                 Ask(sampling_params, sampling, capture_layers, capture_where, steering, raw_output),
             )
         )
@@ -169,7 +170,7 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods, Fixed):
         raw_output: bool = False,
         **sampling: Any,
     ) -> Any:
-        """Answer one conversation or several.
+        """Answer one conversation or several. Without ``max_tokens`` an answer has at most 16 tokens, vLLM's default.
 
         Parameters
         ----------
@@ -187,7 +188,7 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods, Fixed):
         Returns
         -------
         list of ChatResponse, or (list of ChatResponse, list of CaptureHandle)
-            One per conversation, in order.
+            One per conversation, in order: a str with ``finish_reason``, ``"length"`` if it was cut at ``max_tokens``.
 
         Raises
         ------
@@ -345,7 +346,7 @@ def _handles(handles: Iterable[CaptureHandle]) -> list[CaptureHandle]:
     for handle in found:
         if not isinstance(handle, CaptureHandle):
             raise CaptureError(
-                f"expected a list of CaptureHandle, as generate and chat return them with capture_layers, got "
-                f"{kind_of(handle, CaptureHandle)}"
+                f"expected a list of CaptureHandle, got {kind_of(handle, CaptureHandle)} in it; generate and chat "
+                f"return (answers, handles) with capture_layers: pass the handles"
             )
     return found

@@ -19,7 +19,7 @@ from chatspace_lab.chat import RenderedChat, check_text
 from chatspace_lab.errors import PromptTooLongError, RequestError, SteeringError, kind_of
 from chatspace_lab.special_tokens import special_ids, warn_of_doubled
 from chatspace_lab.steering.program import Program, check_layer
-from chatspace_lab.steering.specs import SteeringSpec
+from chatspace_lab.steering.specs import HOW_TO_SPECIFY, SteeringSpec
 from chatspace_lab.steering.vectors import as_index, as_list
 from chatspace_lab.steering.where import Where, as_where, resolve
 
@@ -37,6 +37,15 @@ OWN_ARGUMENTS = (
     "read_layers",
     "directions",
 )
+
+OTHER_NAMES = {
+    "do_sample": "temperature=0.0 takes the likeliest token, a higher temperature samples",
+    "num_return_sequences": "n is the number of samples of a prompt",
+    "eos_token_id": "stop_token_ids is a list of tokens that end an answer",
+    "num_beams": "beam search is not supported",
+    "stream": "lab.stream(…) and lab.stream_chat(…) give an answer piece by piece",
+}
+"""What stands here for arguments of Hugging Face's and OpenAI's interfaces."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,6 +191,9 @@ def sampling_from(sampling_params: Any, keywords: Mapping[str, Any], *, own: Seq
     known = [name for name in inspect.signature(SamplingParams).parameters if not name.startswith("_")]
     for name in keywords:
         if name not in known:
+            meant = OTHER_NAMES.get(name)
+            if meant is not None:
+                raise RequestError(f"unknown argument {name}; {meant}")
             close = difflib.get_close_matches(name, [*own, *known], n=1)
             raise RequestError(f"unknown argument {name}" + (f"; did you mean {close[0]}?" if close else ""))
     try:
@@ -227,7 +239,8 @@ def prompts_from(prompts: Any, tokenizer: Any, vocab_size: int) -> list[Prompt]:
         isinstance(prompts, Sequence) and bool(prompts) and all(isinstance(item, int | np.integer) for item in prompts)
     )
     if not single and not isinstance(prompts, Sequence):
-        raise RequestError(f"expected a prompt or a list of prompts, got {type(prompts).__name__}")
+        several = "; write list(prompts)" if np.iterable(prompts) else ""
+        raise RequestError(f"expected a prompt or a list of prompts, got {type(prompts).__name__}{several}")
     items = [prompts] if single else list(prompts)
     if not items:
         raise RequestError("the list of prompts is empty")
@@ -301,7 +314,8 @@ def check_capture_layers(layers: Any, layer_count: int, name: str = "capture_lay
     try:
         chosen = sorted({check_layer(layer, layer_count) for layer in as_list(layers)})
     except SteeringError as error:
-        raise RequestError(f"{name}: {error}") from None
+        every = f"; all of them are range({layer_count})" if isinstance(layers, str) else ""
+        raise RequestError(f"{name}: {error}{every}") from None
     if not chosen:
         raise RequestError(f"{name} is empty: name at least one layer, or leave it out")
     return chosen
@@ -327,7 +341,8 @@ def steering_per_prompt(steering: Steering, count: int) -> list[SteeringSpec | N
                 )
         return list(steering)
     raise RequestError(
-        f"steering: expected a SteeringSpec, a list of them, or None, got {kind_of(steering, SteeringSpec)}"
+        f"steering: expected a SteeringSpec, a list of them, or None, got {kind_of(steering, SteeringSpec)}; "
+        f"{HOW_TO_SPECIFY}"
     )
 
 

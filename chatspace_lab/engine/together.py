@@ -1,4 +1,4 @@
-"""Coroutines that belong to one call: run side by side, ended as one."""
+"""Run coroutines concurrently, and wait until all of them have ended even on failure or cancellation."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ T = TypeVar("T")
 
 
 async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run all of them side by side and return their results in order.
+    """Run coroutines concurrently and return their results in order.
 
-    If one fails, or the caller is cancelled, the others are cancelled and this waits until they have ended.
-    ``asyncio.gather`` goes on without waiting, and who then cancels again breaks into their cleaning up.
+    If one fails, or the caller is cancelled, the others are cancelled, and this function waits until they have ended.
+    ``asyncio.gather`` would return without waiting, and a second cancellation would interrupt their cleanup.
 
     Raises
     ------
     BaseException
-        What the first of them to fail raised.
+        The exception of the first coroutine that failed.
     """
     tasks = [asyncio.ensure_future(each) for each in coroutines]
     if not tasks:
@@ -34,7 +34,7 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def ended(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel tasks, each once, and wait until they have ended: also while the caller is cancelled again and again."""
+    """Cancel each task once and wait until all have ended, even if the caller is cancelled meanwhile."""
     tasks = list(tasks)
     for task in tasks:
         task.cancel()
@@ -42,9 +42,15 @@ async def ended(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 
 async def wait_out(futures: Iterable[asyncio.Future[Any]]) -> None:
-    """Wait until all are done: also while the caller is cancelled again and again, which it is told afterwards.
+    """Wait until all futures are done, even if the caller is cancelled meanwhile.
 
-    Their exceptions count as seen: the caller tells what went wrong first.
+    A cancellation of the caller is raised at the end. Exceptions of the futures are marked as retrieved, not raised;
+    the caller reports the first failure.
+
+    Raises
+    ------
+    asyncio.CancelledError
+        If the caller was cancelled while it waited.
     """
     futures = list(futures)
     cancelled: asyncio.CancelledError | None = None

@@ -92,7 +92,10 @@ class Panel(anywidget.AnyWidget):
     def __init__(self, lab: LabSession, **traits: Any) -> None:
         unknown = set(traits) - set(self.trait_names())
         if unknown:
-            raise RequestError(f"{type(self).__name__} has no {', '.join(sorted(unknown))}")
+            raise RequestError(
+                f"{type(self).__name__} has no argument {', '.join(sorted(unknown))}; its arguments are in "
+                f"help(chatspace_lab.panels.{type(self).__name__})"
+            )
         self._lab = lab
         self._thread = lab.model._loop
         facts = lab.model.facts

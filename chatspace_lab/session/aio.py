@@ -30,7 +30,7 @@ from chatspace_lab.session.measure import (
 )
 from chatspace_lab.session.pooled import PooledActivations
 from chatspace_lab.session.sweep import Grid, as_layers, frame_of, lay_out, vector_at
-from chatspace_lab.steering.names import directions_named, spec_named, vector_named
+from chatspace_lab.steering.names import Vectors, directions_named, spec_named, vector_named
 from chatspace_lab.steering.program import check_layer
 from chatspace_lab.steering.specs import AblationSpec, AddSpec, Operation, ProjectionCapSpec, SteeringSpec
 from chatspace_lab.steering.vectors import as_number
@@ -85,7 +85,7 @@ class AsyncLab(Fixed):
 
     @vectors.setter
     def vectors(self, vectors: Mapping[str, Any]) -> None:
-        self.model.vectors = dict(vectors)
+        self.model.vectors = Vectors(vectors)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "model":
@@ -266,7 +266,23 @@ class AsyncLab(Fixed):
     # -- asking ------------------------------------------------------------------------------------------------------
 
     async def ask(self, text: str, *, system: str | None = None, **options: Any) -> ChatResponse:
-        """Answer one user message; ``options`` as for ``chat``, without captures and raw output."""
+        """Answer one message of a user. Without ``max_tokens`` an answer has at most 16 tokens, vLLM's default.
+
+        Parameters
+        ----------
+        text
+            The message.
+        system
+            A system message before it.
+        options
+            As for ``chat``, without captures and raw output: ``temperature=0.0`` takes the likeliest token each time,
+            ``max_tokens=40``, ``steering=spec``, ``seed=1``, …
+
+        Returns
+        -------
+        ChatResponse
+            A str. Its ``finish_reason`` is ``"length"`` if it was cut at ``max_tokens``.
+        """
         for name in ("capture_layers", "raw_output"):
             if options.get(name):
                 raise RequestError(f"ask: {name} is an argument of chat")
@@ -476,7 +492,10 @@ class AsyncLab(Fixed):
             ``frame.attrs["steering"]`` says in words how they were steered.
         """
         if isinstance(prompts, str | Mapping) or not isinstance(prompts, Sequence):
-            raise RequestError("capture: prompts is a list of prompts or of conversations")
+            raise RequestError(
+                f"capture: prompts must be a list of texts or of conversations, got {type(prompts).__name__}; for a "
+                f"single one write [prompt]"
+            )
         collection = Collection(
             self.model,
             self.history,
@@ -550,8 +569,8 @@ class AsyncLab(Fixed):
             ``"mean"`` over the chosen tokens, or the ``"last"`` of them. None is the mean for texts, and the last for
             conversations.
         where
-            Which tokens of the prompt. None is all but the first for a mean: the first one's activation is many times
-            longer than all others.
+            Which tokens of the prompt. None is all of them. A mean leaves out attention sinks (the first token, and
+            others like it), whose activations are many times longer than all others.
         steering
             While capturing. None is no steering, whatever is in force; ``"session"`` is the session-wide steering.
         folds, shuffles, splits, seed

@@ -75,17 +75,17 @@ class Run:
     kind: str
     prompt: str | None
     messages: list[dict[str, Any]] | None
-    prompt_token_ids: list[int]
+    prompt_token_ids: list[int] = field(repr=False)
     steering: SteeringSpec
     sampling: dict[str, Any]
     capture_layers: list[int]
     text: str = ""
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list, repr=False)
     status: str = "running"
     finish_reason: str | None = None
     error: str | None = None
     seconds: float = 0.0
-    readings: Readings | None = None
+    readings: Readings | None = field(default=None, repr=False)
     prefill: str = ""
 
     @property
@@ -204,6 +204,9 @@ class History:
 
     def __getitem__(self, index: int) -> Run:
         return self.runs[index]
+
+    def __repr__(self) -> str:
+        return f"History({len(self)} runs; history[-1] is the newest, history.frame() a table)"
 
     def frame(self) -> pd.DataFrame:
         """Return a row per run: what was asked, how it was steered and sampled, and what came."""

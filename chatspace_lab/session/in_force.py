@@ -132,7 +132,8 @@ class SteeringInForce:
             pairs = [(layer, each) for layer, each in entries if isinstance(each, AddSpec)]
             doses = [dose_of_scale(each.scale, each.vector, layer, self.norms) for layer, each in pairs]
             each_layer = f" at each layer, {sum(doses):.2f} in all" if len(layers) > 1 else ""
-            return f"{said}dose {_span(doses, '.2f')}{each_layer} (scale {_span(scales, '.3g')})"
+            form = ".2f" if min(map(abs, doses)) >= 0.01 else ".2g"
+            return f"{said}dose {_span(doses, form)}{each_layer} (scale {_span(scales, '.3g')})"
         return f"{said}scale {_span(scales, '.3g')}"
 
 

@@ -19,7 +19,10 @@ INTERRUPTS = (KeyboardInterrupt, asyncio.CancelledError)
 """What a blocking call ends with when the stop button is pressed: the latter in a coroutine."""
 
 DELAY_S = 1.0
-"""A bar is shown for work that takes longer."""
+"""A bar is shown for work on several requests that takes longer."""
+
+ALONE_S = 5.0
+"""And for a single request that does."""
 
 LOG_S = 10.0
 """Seconds between two lines about it in a log."""
@@ -107,14 +110,17 @@ class Bar:
 
     def tick(self) -> None:
         """Draw, if there is something to see."""
-        if self._job.total > 1 and time.monotonic() - self._begun >= DELAY_S:
+        delay = DELAY_S if self._job.total > 1 else ALONE_S
+        if self._job.total and time.monotonic() - self._begun >= delay:
             self._line.show(self._text())
 
     def _text(self) -> str:
         job = self._job
+        seconds = time.monotonic() - self._begun
+        if job.total == 1:
+            return f"{job.title} · {job.tokens:,} tokens · {seconds:.0f} s"
         filled = WIDTH * job.done // job.total
         done = f"{job.done} of {job.total} requests" if job.done else f"{job.total} requests under way"
-        seconds = time.monotonic() - self._begun
         return f"{job.title} {'█' * filled}{'░' * (WIDTH - filled)} {done} · {job.tokens:,} tokens · {seconds:.0f} s"
 
     def __exit__(

@@ -16,12 +16,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from chatspace_lab.chat import ChatResponse, message_of
+from chatspace_lab.chat import ChatResponse, Completion, message_of
 from chatspace_lab.engine.client import EngineClient
 from chatspace_lab.engine.config import VLLMSteeringConfig
 from chatspace_lab.engine.fixed import Fixed
 from chatspace_lab.engine.model import VLLMSteerModel
-from chatspace_lab.errors import ConfigError, EngineDeadError, SessionError, kind_of
+from chatspace_lab.errors import (
+    AnalysisError,
+    CaptureError,
+    ConfigError,
+    EngineDeadError,
+    MessageLocationError,
+    RequestError,
+    SessionError,
+    SteeringError,
+    kind_of,
+)
 from chatspace_lab.models import DEMO_NAME
 from chatspace_lab.quiet import quieten
 from chatspace_lab.session.aio import AsyncLab
@@ -41,6 +51,9 @@ if TYPE_CHECKING:
     from chatspace_lab.capture import CaptureHandle
 
 T = TypeVar("T")
+
+MISUSE = (AnalysisError, CaptureError, MessageLocationError, RequestError, SteeringError)
+"""Errors about what the caller gave."""
 
 _running: list[LabSession] = []
 _making = threading.RLock()
@@ -226,7 +239,7 @@ class LabSession(Fixed):
 
     @vectors.setter
     def vectors(self, vectors: Mapping[str, Any]) -> None:
-        self.aio.vectors = dict(vectors)
+        self.aio.vectors = vectors
 
     @property
     def model_name(self) -> str:
@@ -271,16 +284,29 @@ class LabSession(Fixed):
 
     # -- blocking ----------------------------------------------------------------------------------------------------
 
-    def _call(self, title: str, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run a coroutine on the engine's loop and wait, with a bar if it takes long."""
+    def _call(self, title: str, make: Callable[[], Coroutine[Any, Any, T]], default_length: bool = False) -> T:
+        """Run a coroutine on the engine's loop and wait, with a bar if it takes long.
+
+        ``default_length`` tells that the caller gave no ``max_tokens``: answers that it cuts off are then told of.
+        """
         job = Job(title)
         mark = CURRENT.set(job)  # inherited by the tasks of this call
         try:
             with Bar(job) as bar:
-                return self._loop.call(make(), tick=bar.tick)
+                result = self._loop.call(make(), tick=bar.tick)
         except INTERRUPTS:
             self._keep(job)
             raise
+        except MISUSE as error:
+            raise error.with_traceback(None)  # noqa: B904 - it says what to do; the way to it is ours
+        else:
+            cut = sum(run.finish_reason == "length" for run in job.runs) if default_length else 0
+            if cut:
+                job.notes.append(
+                    f"{cut} of {len(job.runs)} answers ended at vLLM's default of max_tokens=16; max_tokens=200 allows "
+                    f"longer ones"
+                )
+            return result
         finally:
             CURRENT.reset(mark)
             for note in job.notes:
@@ -420,19 +446,26 @@ def _as_given(model: Any) -> Any:
 
 def _answer(run: Run, tokenizer: Any) -> str:
     if run.messages is None:
-        return run.text
+        return Completion(run.text, run.finish_reason)
     prompt = "" if run.prefill else run.prompt or ""
     message = message_of(tokenizer, prompt, run.prefill, run.text, run.token_ids)
     return ChatResponse(run.text, run.prefill, run.finish_reason, message)
 
 
+ANSWERS = ("ask", "chat", "generate")
+"""Methods whose answers have at most 16 tokens unless ``max_tokens`` is given."""
+
+
 def _twin(name: str, function: Any) -> Any:
     @functools.wraps(function)
     def method(self: LabSession, *args: Any, **kwargs: Any) -> Any:
-        return self._call(name, lambda: getattr(self.aio, name)(*args, **kwargs))
+        default_length = name in ANSWERS and len(args) < 2 and not {"max_tokens", "sampling_params"} & set(kwargs)
+        return self._call(name, lambda: getattr(self.aio, name)(*args, **kwargs), default_length)
 
     method.__qualname__ = f"LabSession.{name}"
-    method.__doc__ = f"Blocking twin of ``await lab.aio.{name}(…)``.\n\n{inspect.getdoc(function)}"
+    method.__doc__ = (
+        f"{inspect.getdoc(function)}\n\nThis blocks; ``await lab.aio.{name}(…)`` is the same in async code."
+    )
     return method
 
 
@@ -442,7 +475,8 @@ def _stream_twin(name: str, function: Any) -> Any:
         return LabStream(self, getattr(self._model, name)(*args, **kwargs))
 
     method.__qualname__ = f"LabSession.{name}"
-    method.__doc__ = f"Blocking twin of ``lab.aio.{name}(…)``, for a plain ``for`` loop.\n\n{inspect.getdoc(function)}"
+    way = f"This is for a plain ``for`` loop; ``lab.aio.{name}(…)`` is for ``async for``."
+    method.__doc__ = f"{inspect.getdoc(function)}\n\n{way}"
     return method
 
 

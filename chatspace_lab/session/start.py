@@ -39,8 +39,7 @@ class StartDisplay:
         self._begun = time.monotonic()
         self._stage = ""
         self._line = Line(log_s=30.0)
-        known = _times().get(name)
-        self._usual = f" of about {known:.0f} s" if known else " of 20 to 60 s" if name == DEMO_NAME else ""
+        self._known = _times().get(name)
 
     def __enter__(self) -> StartDisplay:
         return self
@@ -49,8 +48,14 @@ class StartDisplay:
         """Say what is being done. Cheap to call again and again."""
         new, self._stage = stage != self._stage, stage
         seconds = time.monotonic() - self._begun
-        usual = "" if stage == READY else self._usual
+        usual = "" if stage == READY else self._usual(seconds)
         self._line.show(f"chatspace-lab · {self._name} · {stage} · {seconds:.0f} s{usual}", new=new)
+
+    def _usual(self, seconds: float) -> str:
+        if self._known:
+            longer = round(seconds) > round(self._known)
+            return f"{'; the last time' if longer else ' of about'} {self._known:.0f} s"
+        return " of 20 to 60 s" if self._name == DEMO_NAME and round(seconds) <= 60 else ""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

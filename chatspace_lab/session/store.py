@@ -135,7 +135,9 @@ def _vectors_to_json(vectors: Mapping[str, Any], tensors: Tensors, hidden_size: 
         try:
             kept[str(name)] = _vector_to_json(vector, own)
             json.dumps(kept[str(name)])
-            _check_vectors(own, hidden_size)
+            for tensor in own.values():
+                if tensor.shape != (hidden_size,):
+                    raise ValueError(f"it has {tensor.numel()} entries, and hidden_size is {hidden_size}")
         except (LabError, TypeError, ValueError) as error:
             kept.pop(str(name), None)
             warnings.warn(f"lab.vectors[{name!r}] is not saved, it is no vector of this model: {error}", stacklevel=4)
@@ -154,7 +156,7 @@ def _check_vectors(tensors: Tensors, hidden_size: int) -> None:
     """
     for name, vector in tensors.items():
         if name.startswith("vector-") and (vector.shape != (hidden_size,) or _put(vector, {}) != name):
-            raise ValueError(f"{name} must be [{hidden_size}] with the contents that it is named by")
+            raise ValueError(f"{name} has shape {list(vector.shape)} or contents that it was not saved with")
 
 
 def save(

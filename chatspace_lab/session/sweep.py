@@ -225,7 +225,7 @@ def lay_out(
     if bound not in BOUNDS:
         raise RequestError(f"sweep: bound is one of {', '.join(BOUNDS)}, got {bound!r}")
     if (scales is None) == (doses is None):
-        raise RequestError("sweep: give scales or doses, one of the two")
+        raise RequestError("sweep: give scales or doses, one of the two: doses=[0.0, 0.1, 0.2, 0.4], for example")
     if doses is not None and operation == "ablate":
         raise RequestError(f"sweep: only additions and caps have a dose; give scales for {operation!r}")
     chosen = as_layers(layers, model.layer_count, "sweep")
@@ -254,6 +254,11 @@ def as_layers(layers: Any, layer_count: int, what: str) -> list[int]:
     ------
     RequestError, SteeringError
     """
+    if isinstance(layers, str):
+        raise SteeringError(
+            f"{what}: a layer must be a whole number, got {layers!r}; 0 is the first decoder block, and layers come "
+            f"before the vector"
+        )
     given = as_list(layers)
     if not given:
         raise RequestError(f"{what}: layers is empty: name at least one")

@@ -43,7 +43,11 @@ class DirectionSet:
         chosen = tuple(layers)
         given = {} if directions is None else directions
         if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-            raise RequestError("directions: expected a dict of name to vector")
+            name = getattr(given, "name", "…")
+            raise RequestError(
+                f"directions must be a dict of name to vector, or names in lab.vectors, got {type(given).__name__}; "
+                f'write {{"{name}": direction}}'
+            )
         per_layer = any(is_per_layer(vector) for vector in given.values())
         rows = [
             [_unit(name, vector, layer, hidden_size) for name, vector in given.items()]

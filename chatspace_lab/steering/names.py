@@ -12,6 +12,24 @@ from chatspace_lab.steering.directions import at_layer
 from chatspace_lab.steering.specs import LayerSteeringSpec, Operation, SteeringSpec
 
 
+class Vectors(dict[str, Any]):
+    """Named vectors. A dict whose repr has a short line for each."""
+
+    def __repr__(self) -> str:
+        return "{" + ",\n ".join(f"{name!r}: {_in_short(vector)}" for name, vector in self.items()) + "}"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))
+
+
+def _in_short(vector: Any) -> str:
+    if isinstance(vector, Mapping):
+        return f"{type(vector).__name__}, a vector for each of {len(vector)} layers"
+    if hasattr(vector, "shape"):
+        return f"{type(vector).__name__} {list(vector.shape)}"
+    return repr(vector).partition("\n")[0]
+
+
 def vector_named(vector: Any, vectors: Mapping[str, Any], what: str) -> Any:
     """Return the vector that a name stands for; anything but a text is returned as it is.
 

@@ -13,7 +13,14 @@ import torch
 
 from chatspace_lab import wire
 from chatspace_lab.errors import SteeringError, kind_of
-from chatspace_lab.steering.specs import AblationSpec, AddSpec, Operation, ProjectionCapSpec, SteeringSpec
+from chatspace_lab.steering.specs import (
+    HOW_TO_SPECIFY,
+    AblationSpec,
+    AddSpec,
+    Operation,
+    ProjectionCapSpec,
+    SteeringSpec,
+)
 from chatspace_lab.steering.vectors import as_index, content_key
 
 
@@ -102,7 +109,7 @@ def compile_spec(spec: SteeringSpec, *, layer_count: int, hidden_size: int, max_
         than ``max_ops_per_layer`` operations.
     """
     if not isinstance(spec, SteeringSpec):
-        raise SteeringError(f"expected a SteeringSpec, got {kind_of(spec, SteeringSpec)}")
+        raise SteeringError(f"expected a SteeringSpec, got {kind_of(spec, SteeringSpec)}; {HOW_TO_SPECIFY}")
     if not spec:
         return None
     if spec.names:

@@ -30,6 +30,8 @@ from chatspace_lab.steering.vectors import as_direction, as_index, as_list, as_n
 from chatspace_lab.steering.where import Where, as_where
 from chatspace_lab.wire import LARGEST
 
+HOW_TO_SPECIFY = "write SteeringSpec.at(layer, AddSpec(vector, scale))"
+
 
 def _same(left: Any, right: Any) -> bool:
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
@@ -37,8 +39,18 @@ def _same(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
+def _shown(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"<{value.numel()} numbers, length {float(value.norm()):.3g}>"
+    return repr(value)
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, tuple) and not value
+
+
 class _ByValue:
-    """Equality over dataclass fields that may be tensors."""
+    """Equality over dataclass fields that may be tensors, and a repr that has no vector in full."""
 
     __dataclass_fields__: dict[str, Any]
     __hash__ = None  # type: ignore[assignment]
@@ -48,8 +60,13 @@ class _ByValue:
             return NotImplemented
         return all(_same(getattr(self, name), getattr(other, name)) for name in self.__dataclass_fields__)
 
+    def __repr__(self) -> str:
+        values = ((name, getattr(self, name)) for name in self.__dataclass_fields__)
+        given = [f"{name}={_shown(value)}" for name, value in values if value is not None and not _is_empty(value)]
+        return f"{type(self).__name__}({', '.join(given)})"
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(frozen=True, eq=False, repr=False)
 class AddSpec(_ByValue):
     """Add ``scale · vector`` to the residual stream.
 
@@ -76,7 +93,7 @@ class AddSpec(_ByValue):
             raise SteeringError(f"AddSpec: scale · vector reaches {reach:.3g}, at most {LARGEST:g} can be added")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ProjectionCapSpec(_ByValue):
     """Clamp the component along a direction to ``[min, max]``; the orthogonal part does not move.
 
@@ -104,7 +121,7 @@ class ProjectionCapSpec(_ByValue):
             raise SteeringError(f"ProjectionCapSpec: min {self.min} is greater than max {self.max}")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class AblationSpec(_ByValue):
     """Multiply the component along a direction by ``scale``.
 
@@ -128,7 +145,7 @@ class AblationSpec(_ByValue):
 Operation = AddSpec | ProjectionCapSpec | AblationSpec
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LayerSteeringSpec(_ByValue):
     """The operations on one layer, in the order in which they act.
 
@@ -172,7 +189,8 @@ class LayerSteeringSpec(_ByValue):
             if not isinstance(operation, Operation):
                 raise SteeringError(
                     f"LayerSteeringSpec.operations[{index}]: expected AddSpec, ProjectionCapSpec or AblationSpec, "
-                    f"got {kind_of(operation, AddSpec, ProjectionCapSpec, AblationSpec)}"
+                    f"got {kind_of(operation, AddSpec, ProjectionCapSpec, AblationSpec)}; "
+                    f"write AddSpec(vector, scale)"
                 )
         if named and given:
             raise SteeringError("LayerSteeringSpec: use add/projection_cap/ablation or operations, not both")
@@ -213,7 +231,7 @@ def _layer_spec(operations: tuple[Operation, ...]) -> LayerSteeringSpec | None:
     return LayerSteeringSpec(operations=operations)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SteeringSpec(_ByValue):
     """What is done at which layers.
 
@@ -242,7 +260,8 @@ class SteeringSpec(_ByValue):
             index = as_index(layer, "SteeringSpec.layers: a layer")
             if not isinstance(spec, LayerSteeringSpec):
                 raise SteeringError(
-                    f"SteeringSpec.layers[{layer}]: expected LayerSteeringSpec, got {kind_of(spec, LayerSteeringSpec)}"
+                    f"SteeringSpec.layers[{layer}]: expected LayerSteeringSpec, got "
+                    f"{kind_of(spec, LayerSteeringSpec)}; {HOW_TO_SPECIFY}"
                 )
             layers[index] = spec
         if not layers:
@@ -274,6 +293,12 @@ class SteeringSpec(_ByValue):
 
     def __bool__(self) -> bool:
         return bool(self.layers)
+
+    def __repr__(self) -> str:
+        if not self:
+            return "SteeringSpec.none()"
+        where = "" if self.where == Where() else f", where={self.where!r}"
+        return f"SteeringSpec({dict(self.layers)!r}{where})"
 
     def __iter__(self) -> Iterator[tuple[int, Operation]]:
         """Yield (layer, operation) in the order in which they act."""

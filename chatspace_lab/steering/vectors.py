@@ -36,7 +36,8 @@ def as_vector(value: Any, what: str) -> torch.Tensor:
     try:
         tensor = _tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise SteeringError(f"{what}: expected a vector of numbers, got {type(value).__name__}") from error
+        one = "; take one layer's vector of it: .raw(layer) or .at(layer)" if hasattr(value, "raw") else ""
+        raise SteeringError(f"{what}: expected a vector of numbers, got {type(value).__name__}{one}") from error
     if tensor.is_meta or tensor.layout != torch.strided:
         raise SteeringError(f"{what}: expected a dense vector, got {tensor.layout} on device {tensor.device}")
     if tensor.dtype == torch.bool or tensor.is_complex():
@@ -112,7 +113,7 @@ def as_index(value: Any, what: str) -> int:
             return operator.index(value)
     except TypeError:
         pass
-    raise SteeringError(f"{what} is a whole number, got {value!r}")
+    raise SteeringError(f"{what} must be a whole number, got {value!r}")
 
 
 def as_list(values: Any) -> list[Any]:

@@ -43,8 +43,9 @@ class Where:
         Whether the special tokens in the prompt count that the chat template put there. Those that a message's own text
         spells, and all tokens of an answer, always do. In a prompt that is no chat no special token counts.
     first_token
-        Whether position 0 counts. It collects attention, and in many models its activation is a hundred times longer
-        than any other: a mean over a prompt is then a mean of that one.
+        Whether position 0 counts. In many models it is an attention sink: its activation is a hundred times longer than
+        any other. Other tokens can be sinks too; ``lab.capture`` and the frames of the analysis leave all of them out
+        of their means.
     """
 
     part: str = "all"
@@ -82,7 +83,7 @@ class Where:
         return replace(self, special_tokens=False)
 
     def without_first_token(self) -> Where:
-        """Leave out position 0."""
+        """Leave out position 0, and no other token, whether it is an attention sink or not."""
         return replace(self, first_token=False)
 
 

@@ -346,7 +346,7 @@ def test_arguments(samples: tuple) -> None:
     with pytest.raises(AnalysisError, match=r"no samples of layers \[9\]"):
         difference_of_means(positive, negative, layers=[9])
     for layers in (1.0, [1.9], "1"):
-        with pytest.raises(SteeringError, match="a layer is a whole number"):
+        with pytest.raises(SteeringError, match="a layer must be a whole number"):
             difference_of_means(positive, negative, layers=layers)
     assert difference_of_means(positive, negative, layers=np.array([1, 1])).layers == (1,)
     with pytest.raises(AnalysisError, match="samples_of needs capture handles, got ndarray"):
@@ -371,6 +371,20 @@ def test_saved_and_loaded(samples: tuple, tmp_path: Path) -> None:
             Direction.load(tmp_path / "folder" / "v1.2")
     with pytest.raises(AnalysisError, match="no direction can be read"):
         Direction.load(tmp_path / "nowhere")
+
+
+def test_a_save_that_fails_leaves_the_older_one_whole(tmp_path: Path) -> None:
+    older, newer = Direction("joy", {2: [1.0, 0.0]}), Direction("joy", {2: [0.0, 1.0]})
+    older.save(tmp_path / "joy")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    (tmp_path / "joy.json.new").mkdir()  # where the second of the two files would be written
+    with pytest.raises(AnalysisError, match="'joy' cannot be written"):
+        newer.save(tmp_path / "joy")
+    (tmp_path / "joy.json.new").rmdir()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    newer.save(tmp_path / "joy")
+    assert torch.equal(Direction.load(tmp_path / "joy").at(2), newer.at(2))
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.parametrize("name", ["joy.gguf", "joy.pt", "joy.npz", "joy.JSON5", "joy.7z", "joy.pkl", "joy.csv"])

@@ -219,6 +219,6 @@ def test_what_cannot_be_read_is_an_error_before_anything_runs(model: VLLMSteerMo
         model.stream("a", read_layers=[3], directions={"u": u[:5]})
     with pytest.raises(SteeringError, match=r"directions\['u'\]: the vector is zero"):
         model.stream("a", read_layers=[3], directions={"u": 0 * u})
-    with pytest.raises(RequestError, match="directions: expected a dict of name to vector"):
+    with pytest.raises(RequestError, match="directions must be a dict of name to vector"):
         model.stream("a", read_layers=[3], directions=u)
     assert held(model)["buffers"] == 0

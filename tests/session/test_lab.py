@@ -19,6 +19,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from vllm import SamplingParams
 
 from chatspace_lab import (
     AddSpec,
@@ -31,6 +32,7 @@ from chatspace_lab import (
 )
 from chatspace_lab.analysis import Direction, sweep_cells
 from chatspace_lab.errors import (
+    CaptureError,
     ConfigError,
     HighDoseWarning,
     LabError,
@@ -409,13 +411,24 @@ def test_a_dose_from_which_on_answers_fall_apart_warns(lab: LabSession, v: torch
         (lambda lab, v: lab.steer(3, v, dose="a"), SteeringError, "steer: dose: expected a number"),
         (lambda lab, v: lab.sweep("a", 3, v, [1], max_token=3), RequestError, "did you mean max_tokens"),
         (lambda lab, v: lab.sweep("a", 3, v, [1], max_tokens=5000), PromptTooLongError, "max_model_len"),
-        (lambda lab, v: lab.capture("a", 3), RequestError, "prompts is a list"),
+        (lambda lab, v: lab.capture("a", 3), RequestError, r"prompts must be a list .*, got str; .* write \[prompt\]"),
+        (lambda lab, v: lab.steer("joy", 3), SteeringError, "whole number, got 'joy'; .* before the vector"),
+        (lambda lab, v: lab.chat(CHAT, capture_layers="all"), RequestError, r"got 'all'; all of them are range\(30\)"),
+        (lambda lab, v: lab.generate("a", do_sample=False), RequestError, "do_sample; temperature=0.0 takes"),
+        (lambda lab, v: lab.generate(np.array(["a"])), RequestError, r"got ndarray; write list\(prompts\)"),
+        (lambda lab, v: lab.ask("a", steering={3: v}), RequestError, r"got dict; write SteeringSpec\.at\("),
+        (lambda lab, v: lab.apply_steering_spec(v), SteeringError, r"got Tensor; write SteeringSpec\.at\("),
+        (lambda lab, v: AddSpec(Direction("joy", {3: v})), SteeringError, r"got Direction; .* \.raw\(layer\)"),
+        (lambda lab, v: SteeringSpec({3: AddSpec(v)}), SteeringError, r"got AddSpec; write SteeringSpec\.at"),
+        (lambda lab, v: SteeringSpec.at(3, v), SteeringError, r"got Tensor; write AddSpec\(vector, scale\)"),
+        (lambda lab, v: lab.frame((["a"], [])), CaptureError, r"got list in it; .* pass the handles"),
         (lambda lab, v: lab.capture([], 3), RequestError, "there are no prompts"),
         (lambda lab, v: lab.capture(["a", CHAT], 3), RequestError, "the prompts are mixed"),
         (lambda lab, v: lab.capture([CHAT, [*CHAT, "b"]], 3), RequestError, "conversation 1: message 1: expected"),
         (lambda lab, v: lab.capture([{"prompt": "a"}], 3), RequestError, "prompt 0: a dict needs prompt_token_ids"),
         (lambda lab, v: lab.capture(["a", None], 3), RequestError, "prompt 1: expected text or token ids"),
-        (lambda lab, v: lab.capture(["a"], 3, directions=v), RequestError, "expected a dict of name to vector"),
+        (lambda lab, v: lab.capture(["a"], 3, directions=v), RequestError, "be a dict of name to vector.* got Tensor"),
+        (lambda lab, v: lab.capture(["a"], 3, directions=Direction("d", {3: v})), RequestError, "write {.d.: dir"),
         (lambda lab, v: lab.capture(["a"], 3, "max"), RequestError, "reduce is one of mean, last, norm, projection"),
         (lambda lab, v: lab.capture(["a"], 3, "projection"), RequestError, "needs directions"),
         (lambda lab, v: lab.capture(["a"], 3, directions={"v": v}), RequestError, "directions go with"),
@@ -432,6 +445,30 @@ def test_what_cannot_be_done_is_said_before_anything_runs(
         call(lab, v)
     assert len(lab.history) == 0
     assert not lab.export_steering_spec()
+
+
+def test_an_error_in_the_arguments_points_at_the_call(lab: LabSession) -> None:
+    for call in (lambda: lab.ask("a", max_token=3), lambda: lab.steer(30, torch.ones(lab.hidden_size))):
+        with pytest.raises(LabError) as found:
+            call()
+        assert len(found.traceback) <= 5  # this test, the lambda and the lab's own two; not the engine's thirty
+
+
+def test_an_answer_that_ends_by_vllms_default_length_says_so(
+    lab: LabSession, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = "ended at vLLM's default of max_tokens=16"
+    answers = lab.generate(["One, two, three, four,", "A, B, C, D,"], temperature=0.0, ignore_eos=True)
+    assert [answer.finish_reason for answer in answers] == ["length", "length"]
+    assert f"2 of 2 answers {told}" in capsys.readouterr().out
+    assert lab.ask("Count to 99.", temperature=0.0, ignore_eos=True).finish_reason == "length"
+    assert f"1 of 1 answers {told}" in capsys.readouterr().out
+    lab.chat(CHAT, temperature=0.0, ignore_eos=True, max_tokens=16)
+    lab.generate("One, two,", SamplingParams(temperature=0.0, ignore_eos=True))
+    stopped = lab.generate("One, two, three, four,", temperature=0.0, stop=[","])
+    assert [answer.finish_reason for answer in stopped] == ["stop"]
+    assert told not in capsys.readouterr().out
+    assert all("Without ``max_tokens``" in (each.__doc__ or "") for each in (lab.ask, lab.chat, lab.generate))
 
 
 # -- sweep -----------------------------------------------------------------------------------------------------------
@@ -826,6 +863,8 @@ def test_the_history_tells_what_was_run(lab: LabSession, v: torch.Tensor, tmp_pa
     stream = lab.stream("A day", steering=SteeringSpec.none(), read_layers=[2], directions={"v": v}, **GREEDY)
     text = "".join(delta.text for delta in stream)
     frame = lab.history.frame()
+    assert repr(lab.history) == "History(4 runs; history[-1] is the newest, history.frame() a table)"
+    assert len(repr(lab.history[2])) < 1500
     shown = lab.history._repr_html_()
     assert shown.startswith('<div class="mathjax_ignore')
     assert "Name a river in France." in shown

@@ -59,6 +59,23 @@ def test_a_log_hears_nothing_of_short_work(clock: Clock, capsys: pytest.CaptureF
     assert capsys.readouterr().err == ""
 
 
+def test_a_single_long_request_is_seen_to_go_on(
+    clock: Clock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    job = Job("ask")
+    with Bar(job) as bar:
+        bar.tick()  # the request has not begun
+        job.began(object())
+        for tokens in range(1, 101):
+            clock.now += 0.1
+            job.tokens = tokens
+            bar.tick()
+            if clock.now < 104.9:
+                assert capsys.readouterr().err == ""
+    assert "ask · 95 tokens · 10 s" in capsys.readouterr().err
+
+
 def test_a_terminal_is_as_it_was_before(
     clock: Clock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

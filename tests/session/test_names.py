@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from IPython.lib.pretty import pretty
 
 from chatspace_lab import AblationSpec, AddSpec, LabSession, LayerSteeringSpec, ProjectionCapSpec, SteeringSpec
 from chatspace_lab.analysis import Direction
@@ -34,6 +35,16 @@ def test_there_is_one_set_of_names(named: LabSession) -> None:
     named.vectors = {}
     assert named.aio.vectors == named.model.vectors == {}
     named.vectors = before
+
+
+def test_they_are_shown_in_a_line_each(named: LabSession) -> None:
+    named.vectors["far"] = {3: torch.ones(named.hidden_size), 4: torch.ones(named.hidden_size)}
+    shown = f"""{{'joy': Direction('joy', given, layers 0 to {named.layer_count - 1}),
+ 'sea': Tensor [{named.hidden_size}],
+ 'far': dict, a vector for each of 2 layers}}"""
+    assert repr(named.vectors) == pretty(named.vectors) == shown
+    named.vectors = {}
+    assert repr(named.vectors) == "{}"
 
 
 def test_session_steering_by_name(named: LabSession) -> None:

@@ -33,13 +33,17 @@ def test_it_says_how_long_it_will_take(
             display._begun -= 41
             display.show("loading")
             display.show("ready")
+    with StartDisplay("a model") as display:
+        display._begun -= 50
+        display.show("loading")
     lines = capsys.readouterr().err.splitlines()
     assert lines[::2] == [
         "chatspace-lab · SmolLM2-135M-Instruct · loading · 41 s of 20 to 60 s",
         "chatspace-lab · a model · loading · 41 s",
         "chatspace-lab · a model · loading · 41 s of about 41 s",
+        "chatspace-lab · a model · loading · 50 s; the last time 41 s",
     ]
-    assert lines[-1] == "chatspace-lab · a model · ready · 41 s"
+    assert lines[-2] == "chatspace-lab · a model · ready · 41 s"
     (tmp_path / "starts.json").write_text("[")
     with StartDisplay("a model") as display:
         display.show("loading")

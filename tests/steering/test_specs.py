@@ -207,6 +207,17 @@ def test_at() -> None:
         SteeringSpec.at([], add)
 
 
+def test_a_repr_has_no_vector_in_full() -> None:
+    add, cap = AddSpec(torch.ones(400), 0.5), ProjectionCapSpec(torch.ones(400), max=2.0)
+    assert repr(add) == "AddSpec(vector=<400 numbers, length 20>, scale=0.5)"
+    assert repr(AddSpec("joy")) == "AddSpec(vector='joy', scale=1.0)"
+    assert repr(cap) == "ProjectionCapSpec(vector=<400 numbers, length 1>, max=2.0)"
+    assert repr(SteeringSpec.at(3, add)) == f"SteeringSpec({{3: LayerSteeringSpec(add={add!r})}})"
+    both = SteeringSpec.at(3, cap, add, where="answer")
+    assert repr(both).startswith(f"SteeringSpec({{3: LayerSteeringSpec(operations=({cap!r}, {add!r}))}}, where=Where(")
+    assert repr(SteeringSpec.none()) == "SteeringSpec.none()"
+
+
 def test_none_is_no_steering() -> None:
     assert not SteeringSpec.none()
     assert SteeringSpec.none() == SteeringSpec.none()

@@ -1,4 +1,4 @@
-"""Shared by all figures: colours, a layout for light and dark pages, and text shown literally."""
+"""Colours, layout and text that all figures share."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ PATTERNS = ("", "/", "x", ".", "\\", "+", "-", "|")
 
 
 def escape(text: object) -> str:
-    """Return text such that plotly shows it as typed: no tags, no entities, no formulas, no line breaks of its own."""
+    """Escape text for plotly, which reads HTML tags, entities, LaTeX and line breaks; line breaks become "⏎"."""
     shown = str(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("$", "&#36;")
     return shown.replace("\n", "⏎")
 
 
 def shown_token(token: object, token_id: int) -> str:
-    """Return a token's text for a figure, with visible white space; its id where the frame has no text."""
+    """Return a token's escaped text with white space made visible, or its id if the frame has no text."""
     return escape(f"#{token_id}") if pd.isna(token) else escape(visible(str(token)))
 
 
 def excerpt(text: object, width: int = 60, lines: int = 4) -> str:
-    """Return the beginning of a text for a hover label, wrapped."""
-    typed = str(text).replace("\n", "⏎")
-    parts = [typed[at : at + width] for at in range(0, len(typed), width)]
+    """Return the first ``lines`` lines of ``width`` characters of a text, escaped, for a hover label."""
+    literal = str(text).replace("\n", "⏎")
+    parts = [literal[at : at + width] for at in range(0, len(literal), width)]
     more = "…" if len(parts) > lines else ""
     return "<br>".join(escape(part) for part in parts[:lines]) + more
 
 
 def hues(count: int) -> list[str]:
-    """Return that many colours, in an order that can be seen."""
+    """Return ``count`` colours, evenly spaced along a scale from blue to red."""
     if count == 1:
         return [_HUES[0]]
     return list(plotly.colors.sample_colorscale(_HUES, [index / (count - 1) for index in range(count)]))
 
 
 def finish(figure: go.Figure, title: str, x: str, y: str, *, height: int = 420, legend: str = "") -> go.Figure:
-    """Give a figure its title, axis names, legend and colours. ``title``, ``x`` and ``y`` are shown as typed.
+    """Set a figure's title, axis titles, legend and colours; all texts are escaped.
 
-    A figure of several panels gives "" for axes that it names itself.
+    Figures with several subplots pass "" for ``x`` and ``y`` and set their own axis titles.
     """
     figure.update_layout(
         title={"text": escape(title), "font": {"size": 16}},
@@ -78,7 +78,7 @@ def one(frame: pd.DataFrame, column: str, what: str) -> object:
     Raises
     ------
     AnalysisError
-        If there are several: says how to choose.
+        If the column has several values; the message says how to select one.
     """
     values = frame[column].unique()
     if len(values) != 1:
@@ -88,7 +88,7 @@ def one(frame: pd.DataFrame, column: str, what: str) -> object:
 
 
 def name_of(value: str) -> tuple[str, str]:
-    """Return what a value column of a token or layer frame holds, and its unit."""
+    """Return the name and the unit of the quantity in a column of a token or layer frame."""
     if value.startswith("projection_"):
         return f"projection on {value.removeprefix('projection_')}", "residual units"
     if value.startswith("cosine_"):
@@ -97,12 +97,12 @@ def name_of(value: str) -> tuple[str, str]:
 
 
 def axis_name(value: str) -> str:
-    """Return the name and unit of a value column, for an axis."""
+    """Return an axis title for a column: the quantity, and its unit in brackets."""
     name, unit = name_of(value)
     return f"{name} ({unit})" if unit else name
 
 
 def ticks(positions: list[int], labels: list[str], limit: int = 80) -> dict[str, object]:
-    """Return the tick arguments of an axis of tokens; of many, every second, third, … is named."""
+    """Return the tick arguments of an axis of tokens, at most ``limit`` of which have a label."""
     step = -(-len(positions) // limit) or 1
     return {"tickmode": "array", "tickvals": positions[::step], "ticktext": labels[::step], "tickangle": -60}
