@@ -685,7 +685,7 @@ def test_nothing_is_cut_in_silence(model: VLLMSteerModel) -> None:
         ({"capture_layers": [30]}, "layer 30"),
         ({"capture_layers": [-1]}, "layer -1"),
         ({"capture_layers": []}, "empty"),
-        ({"capture_layers": "4"}, "capture_layers: a layer is a whole number"),
+        ({"capture_layers": "4"}, "capture_layers: a layer must be a whole number"),
         ({"capture_layers": [True]}, "whole number"),
         ({"steering": 4}, "SteeringSpec"),
         ({"steering": [SteeringSpec.none()] * 3}, "3 specs for 1"),

@@ -91,8 +91,8 @@ def test_scales_of_both_signs_are_two_rows() -> None:
         ({"scale": float("nan")}, "finite"),
         ({"min": 3.0, "max": 1.0}, "min 3 is greater than max 1"),
         ({"operation": "multiply"}, "operation is one of add, cap, ablate"),
-        ({"layers": ["x"]}, "a row's layer is a whole number"),
-        ({"layers": None}, "a row's layer is a whole number"),
+        ({"layers": ["x"]}, "a row's layer must be a whole number"),
+        ({"layers": None}, "a row's layer must be a whole number"),
         ({"muted": "no"}, "muted is True or False"),
     ],
 )

@@ -424,7 +424,7 @@ def test_a_dose_from_which_on_answers_fall_apart_warns(lab: LabSession, v: torch
         (lambda lab, v: lab.frame((["a"], [])), CaptureError, r"got list in it; .* pass the handles"),
         (lambda lab, v: lab.capture([], 3), RequestError, "there are no prompts"),
         (lambda lab, v: lab.capture(["a", CHAT], 3), RequestError, "the prompts are mixed"),
-        (lambda lab, v: lab.capture([CHAT, [*CHAT, "b"]], 3), RequestError, "conversation 1: message 1: expected"),
+        (lambda lab, v: lab.capture([CHAT, [*CHAT, "b"]], 3), RequestError, "conversation 1: message 1 must be a dict"),
         (lambda lab, v: lab.capture([{"prompt": "a"}], 3), RequestError, "prompt 0: a dict needs prompt_token_ids"),
         (lambda lab, v: lab.capture(["a", None], 3), RequestError, "prompt 1: expected text or token ids"),
         (lambda lab, v: lab.capture(["a"], 3, directions=v), RequestError, "be a dict of name to vector.* got Tensor"),

@@ -73,7 +73,7 @@ def test_a_single_long_request_is_seen_to_go_on(
             bar.tick()
             if clock.now < 104.9:
                 assert capsys.readouterr().err == ""
-    assert "ask · 95 tokens · 10 s" in capsys.readouterr().err
+    assert "ask · 96 tokens · 10 s" in capsys.readouterr().err
 
 
 def test_a_terminal_is_as_it_was_before(

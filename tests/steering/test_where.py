@@ -42,7 +42,7 @@ def test_indices_are_whole_numbers_of_any_kind(where: Where) -> None:
 @pytest.mark.parametrize("make", [Where.messages, lambda index: Where.span(0, index)])
 @pytest.mark.parametrize("index", [1.0, True, "1", None, [1]])
 def test_indices_that_are_no_whole_numbers(make: Callable[[Any], Where], index: Any) -> None:
-    with pytest.raises(RequestError, match="each index is a whole number"):
+    with pytest.raises(RequestError, match="each index must be a whole number"):
         make(index)
 
 
