@@ -210,7 +210,7 @@ def test_a_sweep_takes_a_variable_as_it_is_now(
         ({"doses": []}, "doses is empty"),
         ({"doses": [0.1, "abc"]}, "one of doses: expected a number, got str"),
         ({"max_tokens": 0}, "max_tokens is at least 1"),
-        ({"max_tokens": 1.5}, "max_tokens is a whole number"),
+        ({"max_tokens": 1.5}, "max_tokens must be a whole number"),
         ({"temperature": 9}, "temperature from 0 to 5"),
         ({"seed": -1}, "a seed is not negative"),
         ({"prompt": " "}, "prompt must be a text that is not empty"),
