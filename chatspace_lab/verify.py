@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from chatspace_lab.errors import ConfigError
 from chatspace_lab.models import chosen_model
 from chatspace_lab.steering.specs import (
     AblationSpec,
@@ -94,7 +95,13 @@ def _longest(name: str) -> int:
     """Return the longest context that a model was trained for, or :data:`MODEL_LEN` if it does not say."""
     from transformers import AutoConfig
 
-    return getattr(AutoConfig.from_pretrained(name).get_text_config(), "max_position_embeddings", None) or MODEL_LEN
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except OSError as error:
+        raise ConfigError(
+            f"model {name} was not found on the Hugging Face hub: give a model's folder, or check the name and the network"
+        ) from error
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or MODEL_LEN
 
 
 def _facts(model: VLLMSteerModel) -> Iterator[str]:

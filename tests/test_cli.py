@@ -74,6 +74,14 @@ def test_a_folder_that_is_not_there(name: str) -> None:
         demo.chosen_model(name)
 
 
+def test_a_model_that_is_not_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    done = run("verify", "--model", "nobody/nothing")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("chatspace-lab: model nobody/nothing was not found on the Hugging")
+    assert "Traceback" not in done.stderr
+
+
 def test_names_that_may_be_on_the_hub_pass(tmp_path: Path) -> None:
     assert demo.chosen_model("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
     assert demo.chosen_model(str(tmp_path)) == str(tmp_path)
