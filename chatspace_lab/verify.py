@@ -99,7 +99,7 @@ def _longest(name: str) -> int:
         config = AutoConfig.from_pretrained(name)
     except OSError as error:
         raise ConfigError(
-            f"model {name} was not found on the Hugging Face hub: give a model's folder, or check the name and the network"
+            f"model {name} was not found on the Hugging Face hub: check the name and the network, or give a folder"
         ) from error
     return getattr(config.get_text_config(), "max_position_embeddings", None) or MODEL_LEN
 

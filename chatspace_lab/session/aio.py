@@ -105,10 +105,10 @@ class AsyncLab(Fixed):
         Parameters
         ----------
         layers
-            Changed all at once.
+            One or several; layer 0 is the output of the first decoder block.
         vector
-            ``[hidden_size]``, or one per layer: ``{layer: vector}``, or a direction of the analysis; or the name of one
-            in :attr:`vectors`.
+            ``[hidden_size]``, ``{layer: vector}``, a :class:`Direction`, or the name of one of these in
+            :attr:`vectors`. It is not normalised.
         scale
             Factor on the vector's own length; 1 if neither is given.
         dose
