@@ -57,10 +57,6 @@ def _close_open() -> None:
 
 
 _starting = threading.Lock()
-IMPORTED_AGAIN = (
-    "the engine's processes import the main script again, and it starts an engine: put what the script does under "
-    "`if __name__ == '__main__':`"
-)
 """One engine of ours starts at a time, so that the processes of a failed start are not confused with another's."""
 
 
@@ -150,10 +146,10 @@ class EngineClient:
             If it does not start; its processes are gone then.
         """
         if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself finds out
-            from vllm.logger import init_logger
-
-            init_logger("vllm.chatspace_lab").error(IMPORTED_AGAIN)  # read by the process that starts this one
-            raise errors.EngineStartError(IMPORTED_AGAIN)
+            raise errors.EngineStartError(
+                "the engine's processes import the main script again: put what it does under "
+                "`if __name__ == '__main__':`"
+            )
         quieten()
         with _starting:
             before = descendants()

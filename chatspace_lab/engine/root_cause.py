@@ -21,7 +21,8 @@ TRACEBACK = "Traceback (most recent call last):"
 OPAQUE = ("root cause", "stack trace", "check the logs")
 """Words by which vLLM says that somebody else said it."""
 SILENT = (
-    "one of its processes ended without saying why. Mostly the system has killed it because memory ran out: choose a "
+    "one of its processes ended without saying why. In a script, what starts an engine must stand under "
+    "`if __name__ == '__main__':`. Otherwise the system has mostly killed the process because memory ran out: choose a "
     "smaller model or dtype, or less KV cache (kv_cache_memory_bytes). The system's log (dmesg) says whether it was so"
 )
 HARMLESS = ("Failed to load plugin",)
