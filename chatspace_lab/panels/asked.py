@@ -67,7 +67,7 @@ class Sampling:
         for name, value in patch.items():
             whole = name != "temperature"
             if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
-                raise RequestError(f"{name} is a {'whole ' if whole else ''}number, got {value!r}")
+                raise RequestError(f"{name} must be a {'whole ' if whole else ''}number, got {value!r}")
         new = replace(self, **patch)
         if new.max_tokens < 1 or not 0 <= new.temperature <= 5 or new.seed < 0:
             raise RequestError("max_tokens is at least 1, temperature from 0 to 5, and a seed is not negative")
