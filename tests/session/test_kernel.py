@@ -75,7 +75,7 @@ def test_queued_cells_answer_in_order(running: tuple[Kernel, Any]) -> None:
 
 def test_a_model_made_in_one_cell_answers_in_others_and_in_two_event_loops(running: tuple[Kernel, Any]) -> None:
     kernel, _ = running
-    assert kernel.run("(await lab.aio.chat(question, **greedy))[0]").text == "'The capital of France is Paris.'"
+    assert kernel.run("str((await lab.aio.chat(question, **greedy))[0])").text == "'The capital of France is Paris.'"
     kernel.run(
         """
 import asyncio, threading
