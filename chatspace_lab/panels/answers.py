@@ -16,6 +16,7 @@ from chatspace_lab.panels.buffers import pack, tokens_that_fit
 from chatspace_lab.panels.pieces import Pieces
 from chatspace_lab.readings import Readings, typical_norms
 from chatspace_lab.spans import rank
+from chatspace_lab.special_tokens import special_ids
 from chatspace_lab.steering.directions import at_layer, is_per_layer
 
 
@@ -123,6 +124,7 @@ class Answer:
         characters = sum(len(message["content"]) for message in self._messages)
         first = count - tokens_that_fit(len(self.asked.layers), count, characters)
         written = pieces.of(self.token_ids, special=False)
+        bands = self._bands(len(ids))
         shown: dict[str, Any] = {
             "number": self.asked.number,
             "rows": [row.plain() for row in self.asked.rows],
@@ -134,7 +136,8 @@ class Answer:
             "ids": ids[first:],
             "texts": [*pieces.of(self._prompt), *written][first:],
             "head": "".join(written[: max(first - len(self._prompt), 0)]),
-            "bands": self._bands(len(ids)),
+            "bands": bands,
+            "special": self._spelt(bands[:-1], first),
             "layers": list(self.asked.layers),
             "direction": direction if readings is not None and direction in readings.directions else None,
             "norm": None,
@@ -146,6 +149,12 @@ class Answer:
                 values = readings.projection(shown["direction"])[:, first:]
                 shown["projection"] = pack(_only_known(values, self.vectors[shown["direction"]], readings.layers))
         return shown
+
+    def _spelt(self, bands: Sequence[Mapping[str, Any]], first: int) -> list[int]:
+        """Return the positions of special tokens that the messages' own texts spell."""
+        special = special_ids(self._tokenizer) if self._tokenizer is not None else frozenset()
+        places = {at for band in bands for at in range(max(band["start"], first), band["end"])}
+        return sorted(at for at in places if self._prompt[at] in special)
 
     def _bands(self, length: int) -> list[dict[str, Any]]:
         """Return where each message stands, the answer last. Those that cannot be located are left out."""

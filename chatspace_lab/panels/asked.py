@@ -96,6 +96,8 @@ class Asked:
         Read, ascending.
     vectors
         By name, as they were then: read along those that are usable, and steered by those of the rows.
+    split_special_tokens
+        Whether special tokens that a message spells are sent as ordinary text.
     """
 
     number: int
@@ -107,14 +109,19 @@ class Asked:
     sampling: Sampling
     layers: tuple[int, ...]
     vectors: Mapping[str, Any] = field(default_factory=dict)
+    split_special_tokens: bool = False
 
     def messages(self, side: str) -> list[dict[str, str]]:
         """Return the conversation of a side, up to the answer that is asked for."""
         return conversation(self.system, self.turns, side)
 
+    def chat_options(self) -> dict[str, bool]:
+        """Return the options of its chat that are not the default's."""
+        return {"split_special_tokens": True} if self.split_special_tokens else {}
+
     def baseline_key(self) -> Any:
         """Return what the baseline depends on: it stays while this does."""
-        return (self.messages("baseline"), self.sampling, self.layers)
+        return (self.messages("baseline"), self.sampling, self.layers, self.split_special_tokens)
 
 
 def conversation(system: str | None, turns: Sequence[Turn], side: str) -> list[dict[str, str]]:

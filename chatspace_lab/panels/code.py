@@ -50,7 +50,8 @@ def code_of(asked: Asked, lab: str) -> str:
     parts += [f"    {message!r}," for message in asked.messages("steered")]
     parts.append("]")
     sampling = ", ".join(f"{name}={value!r}" for name, value in asked.sampling.plain().items())
-    parts.append(f"[answer] = {lab}.chat(messages, steering=spec, {sampling})")
+    options = f", chat_options={asked.chat_options()!r}" if asked.chat_options() else ""
+    parts.append(f"[answer] = {lab}.chat(messages, steering=spec, {sampling}{options})")
     parts.append("print(answer)")
     return "\n".join(parts)
 

@@ -40,13 +40,14 @@ def receipt(
     steps = steps_of(asked, norms)
     baseline = answers.get("baseline")
     parts = None if baseline is None else first_difference(baseline.token_ids, steered.token_ids)
+    count = len(steered.token_ids)
     said = [
         steps,
         *([f"{steered.touched} rows each ({where_name(asked.where)})"] if any(row.acts for row in asked.rows) else []),
         drawn(asked),
         f"{steered.stream.cached_tokens} cached",
-        f"{len(steered.token_ids)} tokens in {seconds:.1f} s",
-        *([] if parts is None else [f"parts at token {parts}"]),
+        f"{count} {'token' if count == 1 else 'tokens'} in {seconds:.1f} s",
+        *([] if parts is None else [f"answers differ from token {parts} on"]),
     ]
     return {"number": asked.number, "text": " · ".join(said), "code": code_of(asked, name)}
 
@@ -64,7 +65,8 @@ def steps_of(asked: Asked, norms: Mapping[int, float]) -> str:
 
 def drawn(asked: Asked) -> str:
     """Return in words how answers were drawn."""
-    return f"seed {asked.sampling.seed} · T {asked.sampling.temperature:g}"
+    spelt = " · special tokens as text" if asked.split_special_tokens else ""
+    return f"seed {asked.sampling.seed} · T {asked.sampling.temperature:g}{spelt}"
 
 
 def _step(row: Row, doses: Mapping[int, float] | None) -> str:

@@ -168,7 +168,10 @@ def spec_of(rows: Sequence[Row], vectors: Vectors, where: Where | str = "all") -
     for row in rows:
         if row.acts:
             if row.vector not in vectors:
-                raise SteeringError(f"there is no vector {row.vector!r}, only {', '.join(sorted(vectors)) or 'none'}")
+                known = ", ".join(sorted(vectors)) or "none"
+                raise SteeringError(
+                    f"there is no vector {row.vector!r}, only {known}; put it into lab.vectors, or remove its row"
+                )
             for layer in row.layers:
                 operations.setdefault(layer, []).append(row.operation_at(layer, vectors))
     if not operations:

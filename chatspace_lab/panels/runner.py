@@ -222,7 +222,7 @@ class Runner:
         chosen = {name: vectors[name] for name in list(vectors)[-MAX_DIRECTIONS:]}
         chosen |= {row.vector: vectors[row.vector] for row in asked.rows if row.vector in vectors}
         messages, sampling = asked.messages(side), asked.sampling.plain()
-        [prompt] = model.prepare(messages, chat=True, **sampling)
+        [prompt] = model.prepare(messages, chat=True, chat_options=asked.chat_options(), **sampling)
         stream = model.stream(
             prompt,
             steering=asked.spec if side == "steered" else SteeringSpec.none(),

@@ -109,7 +109,7 @@ class SessionRows:
     # -- by hand -----------------------------------------------------------------------------------------------------
 
     def add(self, name: str, operation: str, vector: Any = None, fields: Mapping[str, Any] | None = None) -> Row:
-        """Append a row; without a vector, ``name`` is a variable of the notebook or one of the session's vectors.
+        """Append a row; without a vector, ``name`` is one of the session's vectors, or else a variable of the notebook.
 
         Raises
         ------
@@ -117,10 +117,10 @@ class SessionRows:
         """
         vectors, given = self._lab.vectors, dict(fields or {})
         if vector is None:
-            vector = variables(self._lab.hidden_size).get(name, vectors.get(name))
+            vector = vectors[name] if name in vectors else variables(self._lab.hidden_size).get(name)
         if vector is None:
             near = did_you_mean(name, {*vectors, *variables(self._lab.hidden_size)})
-            raise RequestError(f"there is no vector {name!r} among the notebook's variables and lab.vectors{near}")
+            raise RequestError(f"there is no vector {name!r} in lab.vectors and the notebook's variables{near}")
         vectors[name] = snapshot(vector, self._lab.hidden_size, name)
         layers = given.pop("layers", None)
         if operation == "ablate":
@@ -146,6 +146,10 @@ class SessionRows:
         fields = {name: value for name, value in patch.items() if name != "dose"}
         row = before.edited(fields)
         if "dose" in patch:
+            if row.vector not in vectors:
+                raise RequestError(
+                    f"there is no vector {row.vector!r} in lab.vectors any more: put it back, or remove its row"
+                )
             return at_dose(row, as_number(patch["dose"], f"row {row.vector!r}: dose"), vectors, norms)
         if row.operation != "add" or "scale" in patch or row.layers == before.layers:
             return row

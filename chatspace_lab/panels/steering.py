@@ -46,6 +46,9 @@ class SteeringPanel(Panel):
         A system message, for both sides.
     seed, temperature, max_tokens
         Of both sides.
+    split_special_tokens
+        Whether special tokens that a message spells, such as ``<|im_end|>``, are sent as ordinary text. By default the
+        model reads them as it reads those of its chat template, and the panel marks them.
 
     Attributes
     ----------
@@ -63,6 +66,7 @@ class SteeringPanel(Panel):
     turns = traitlets.List().tag(sync=True)
     sampling = traitlets.Dict().tag(sync=True)
     where = traitlets.Unicode("all").tag(sync=True)
+    split_special_tokens = traitlets.Bool(False).tag(sync=True)
     baseline = traitlets.Dict().tag(sync=True)
     steered = traitlets.Dict().tag(sync=True)
     view = traitlets.Dict().tag(sync=True)
@@ -80,10 +84,11 @@ class SteeringPanel(Panel):
         seed: int = 7,
         temperature: float = 0.0,
         max_tokens: int = 64,
+        split_special_tokens: bool = False,
         **traits: Any,
     ) -> None:
         sampling = Sampling().edited({"seed": seed, "temperature": temperature, "max_tokens": max_tokens})
-        self._talk = Talk(sampling, system)
+        self._talk = Talk(sampling, system, split_special_tokens)
         self._norms: dict[int, float] = dict(lab.norms)
         self._measured: Answer | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -92,6 +97,7 @@ class SteeringPanel(Panel):
             lab,
             draft=DEFAULT_PROMPT if prompt is None else prompt,
             sampling=sampling.plain(),
+            split_special_tokens=split_special_tokens,
             run={"number": 0, "status": "idle"},
             view=view,
             **traits,
@@ -111,6 +117,7 @@ class SteeringPanel(Panel):
             "clear": lambda m: self._clear(),
             "sampling": lambda m: self._resample(m["patch"]),
             "where": lambda m: self._book.replace(where=m["where"]),
+            "special": lambda m: self._split(m["split"]),
             "variables": lambda m: self._offer(),
             "contrast": lambda m: self._spawn(self._contrast(m["name"], lines(m["positive"]), lines(m["negative"]))),
             "demo": lambda m: self._spawn(self._demo()),
@@ -184,6 +191,7 @@ class SteeringPanel(Panel):
             "turns": self._talk.plain(),
             "sampling": self._talk.sampling.plain(),
             "system": self._talk.system,
+            "split_special_tokens": self._talk.split_special_tokens,
             "view": dict(self.view),
         }
 
@@ -202,6 +210,7 @@ class SteeringPanel(Panel):
             where = where_from(new.get("where", self._book.where))
             self._book.check(rows, where)
             self._talk.system, self._talk.sampling = new.get("system", self._talk.system), sampling
+            self._talk.split_special_tokens = new.get("split_special_tokens", self._talk.split_special_tokens)
             self._talk.turns = self._talk.turns if turns is None else turns
             if "view" in new:
                 self.view = {**self.view, **new["view"]}
@@ -276,7 +285,7 @@ class SteeringPanel(Panel):
         baseline = self._runner.answers.get("baseline")
         self.rows = [shown_row(row, self._lab.vectors, self._norms, baseline) for row in self._book.rows]
         self.where = where_name(self._book.where)
-        self.sampling = self._talk.sampling.plain()
+        self.sampling, self.split_special_tokens = self._talk.sampling.plain(), self._talk.split_special_tokens
         self.turns = self._talk.plain()
 
     def _offer(self) -> None:
@@ -335,6 +344,11 @@ class SteeringPanel(Panel):
         self._draw()
         self._changed(rest_s=0.0)
 
+    def _split(self, split: bool) -> None:
+        self._talk.split_special_tokens = split
+        self._draw()
+        self._changed(rest_s=0.0)
+
     async def _measure(self) -> None:
         if not self._talk.turns and self.draft.strip():
             await self._lab.aio.measure(conversation(self._talk.system, turns_from([{"user": self.draft}]), "baseline"))
@@ -350,7 +364,8 @@ class SteeringPanel(Panel):
         layers = layers_to_read(lab.layer_count, sorted(steered | looked_at))
         talk = self._talk
         spec, vectors = book.spec(), frozen(lab.vectors, lab.hidden_size)
-        return Asked(number, book.rows, spec, book.where, talk.open(), talk.system, talk.sampling, layers, vectors)
+        turns, split = talk.open(), talk.split_special_tokens
+        return Asked(number, book.rows, spec, book.where, turns, talk.system, talk.sampling, layers, vectors, split)
 
     def _tell(self, status: str, **facts: Any) -> None:
         run = {**self.run, "number": self._runner.number, "status": status}

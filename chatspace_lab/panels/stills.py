@@ -111,11 +111,12 @@ def _side(side: str, shown: Mapping[str, Any], numbers: Numbers | None, layer: i
         return "".join([*parts, *(_message("user", html.escape(turn["user"])) for turn in turns)])
     values = None if numbers is None else numbers.along(layer)
     row = () if values is None else np.where(overflowed(values), np.inf, values)
+    spelt = set(answer.get("special", ()))
     plain_before = len(answer["texts"]) - MAX_TINTED // 2
 
     def tokens(start: int, end: int) -> str:
         return "".join(
-            _token(each, row[at] if plain_before <= at < len(row) else 0.0, most)
+            _token(each, row[at] if plain_before <= at < len(row) else 0.0, most, answer["first"] + at in spelt)
             for at, each in enumerate(answer["texts"][start:end], start)
         )
 
@@ -146,9 +147,13 @@ def _message(role: str, content: str, note: str = "") -> str:
     return f"<div style='{DIM}'>{html.escape(role)}</div>{_pre(content)}{below}"
 
 
-def _token(content: str, value: float, most: float) -> str:
+def _token(content: str, value: float, most: float, control: bool = False) -> str:
     colour = tint(value, most)
     escaped = html.escape(content)
+    if control:
+        escaped = (
+            f"<span style='outline: 1px dashed {AMBER}' title='a control token, spelt by the message'>{escaped}</span>"
+        )
     if value == np.inf and content:
         return f"<span style='border-bottom: 3px double {AMBER}' title='not finite'>{escaped}</span>"
     return f"<span style='background-color:{colour}'>{escaped}</span>" if colour and content else escaped
@@ -170,44 +175,50 @@ def sweep(mark: str, shown: Mapping[str, Any]) -> str:
     run, facts = shown["run"], shown["facts"]
     plan = run.get("plan", shown["plan"])
     cells = {(cell["layer"], cell["dose"]): cell for cell in shown["cells"]}
-    whole = [abs(cell["effect"] or 0.0) for cell in cells.values() if not cell["broken"]]
-    most = max(whole or [abs(cell["effect"] or 0.0) for cell in cells.values()], default=0.0)
+    shade = "score_change" if shown.get("scored") else "effect"
+    whole = [abs(cell[shade] or 0.0) for cell in cells.values() if not cell["broken"]]
+    most = max(whole or [abs(cell[shade] or 0.0) for cell in cells.values()], default=0.0)
     unit = {"add": "dose", "ablate": "keep", "cap": plan.get("bound")}[plan["operation"]]
     heads = "".join(f"<th>{unit} {short(dose)}</th>" for dose in plan["doses"])
     lines = []
     for layer in sorted(plan["layers"], reverse=True):
         found = [cells.get((layer, dose)) for dose in plan["doses"]]
-        lines.append(f"{ROW}<th>{layer}</th>{''.join(_cell(each, most) for each in found)}</tr>")
+        lines.append(f"{ROW}<th>{layer}</th>{''.join(_cell(each, shade, most) for each in found)}</tr>")
+    prompts = plan["prompts"]
+    mean = f"mean over {len(prompts)} prompts; " if len(prompts) > 1 else ""
     caption = (
-        f"x·u along {plan['vector']} of the answer's text, as the unsteered model reads it at layer "
+        f"{mean}your score; coloured by its difference to the unsteered answer's; "
+        if shown.get("scored")
+        else f"{mean}x·u along {plan['vector']} of the answer's text, as the unsteered model reads it at layer "
         f"{plan['read_layer']}, beside the unsteered answer; 1 is the standard deviation on plain text; "
-        f"✕ and dashed: the answer fell apart; {run['status']}"
-    )
+    ) + f"✕ and dashed: the answer fell apart; {run['status']}"
     parts = [
         error(shown["error"]),
-        text(plan["prompt"]),
+        *map(text, prompts),
         f"<table>{ROW}<th>layer</th>{heads}</tr>{''.join(lines)}</table>",
         f"<div style='{DIM}'>{html.escape(caption)}</div>",
     ]
-    if run.get("reference"):
-        parts.append(_message("unsteered", html.escape(run["reference"]["text"])))
+    parts += [_message("unsteered", html.escape(each["text"])) for each in run.get("references") or ()]
     chosen = shown["chosen"]
     picked = None if chosen is None else cells.get((chosen["layer"], chosen["dose"]))
     if picked is not None:
-        parts.append(_message(f"layer {picked['layer']}, {unit} {short(picked['dose'])}", html.escape(picked["text"])))
-    texts = "".join(
-        _message(f"layer {layer}, {unit} {short(dose)}", html.escape(cell["text"]))
-        for (layer, dose), cell in sorted(cells.items())
-    )
+        parts += _texts(picked, unit)
+    texts = "".join("".join(_texts(cell, unit)) for _, cell in sorted(cells.items()))
     if texts:
         parts.append(f"<details><summary>all texts</summary>{texts}</details>")
     return frame(mark, f"sweep · {facts['model']}", NOTE, parts)
 
 
-def _cell(cell: Mapping[str, Any] | None, most: float) -> str:
+def _texts(cell: Mapping[str, Any], unit: str) -> list[str]:
+    title = f"layer {cell['layer']}, {unit} {short(cell['dose'])}"
+    return [_message(title, html.escape(each["text"])) for each in cell.get("runs", [cell])]
+
+
+def _cell(cell: Mapping[str, Any] | None, shade: str, most: float) -> str:
     if cell is None:
         return "<td>·</td>"
-    colour = tint(float("nan") if cell["effect"] is None else cell["effect"], most)
+    colour = tint(float("nan") if cell[shade] is None else cell[shade], most)
     border = "border: 1px dashed #888888" if cell["broken"] else "border: 1px solid transparent"
     background = f"; background-color: {colour}" if colour else ""
-    return f"<td style='{border}{background}'>{short(cell['effect'])}{' ✕' if cell['broken'] else ''}</td>"
+    value = short(cell["score" if shade == "score_change" else shade])
+    return f"<td style='{border}{background}'>{value}{' ✕' if cell['broken'] else ''}</td>"

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import traitlets
 
+from chatspace_lab.analysis.examples import OFFICE, SEA
 from chatspace_lab.engine.together import ended
 from chatspace_lab.errors import RequestError
 from chatspace_lab.panels import stills
 from chatspace_lab.panels.asked import Sampling
 from chatspace_lab.panels.base import Panel, sentence, static
-from chatspace_lab.panels.vectors import layers_with, snapshot, usable, variables
+from chatspace_lab.panels.vectors import contrast, layers_with, snapshot, usable, variables
 from chatspace_lab.session.measure import plain_projections
 from chatspace_lab.session.sweep import BOUNDS, Cell, Grid, lay_out, vector_at
 from chatspace_lab.steering.names import did_you_mean
@@ -55,6 +57,10 @@ class SweepPanel(Panel):
         The session.
     prompt
         What is asked.
+    prompts
+        In its place: several, each of which is asked in every cell. A cell shows the mean over them, and their spread.
+    score
+        A function of your own from an answer's text to a number, which the grid then shows. It runs in a thread.
     vector
         Name of a vector, or None to choose one in the panel.
     layers
@@ -75,19 +81,23 @@ class SweepPanel(Panel):
 
     _esm = static("sweep_panel.js")
     _css = static("panels.css")
-    _kept = ("error", "plan", "cells", "run", "chosen")
+    _kept = ("error", "plan", "cells", "run", "chosen", "scored")
     _drawn = staticmethod(stills.sweep)
 
     plan = traitlets.Dict().tag(sync=True)
     vectors = traitlets.List().tag(sync=True)
     cells = traitlets.List().tag(sync=True)
     chosen = traitlets.Dict(allow_none=True, default_value=None).tag(sync=True)
+    scored = traitlets.Bool(False).tag(sync=True)
+    busy = traitlets.Unicode("").tag(sync=True)
 
     def __init__(
         self,
         lab: LabSession,
         prompt: str | None = None,
         *,
+        prompts: Sequence[str] | None = None,
+        score: Callable[[str], float] | None = None,
         vector: str | None = None,
         layers: int | Sequence[int] | None = None,
         doses: Sequence[float] | None = None,
@@ -99,6 +109,10 @@ class SweepPanel(Panel):
         temperature: float = 0.0,
         **traits: Any,
     ) -> None:
+        if prompt is not None and prompts is not None:
+            raise RequestError("sweep: give prompt or prompts, one of the two")
+        if score is not None and not callable(score):
+            raise RequestError(f"sweep: score must be a function of an answer's text, got {type(score).__name__}")
         plan = {
             "operation": operation,
             "bound": bound,
@@ -106,15 +120,17 @@ class SweepPanel(Panel):
             "layers": range(lab.layer_count) if layers is None else layers,
             "doses": VALUES.get(operation, ()) if doses is None else doses,
             "read_layer": max(lab.layer_count - 2, 0) if read_layer is None else read_layer,
-            "prompt": "Tell me about rivers." if prompt is None else prompt,
+            "prompts": ["Tell me about rivers." if prompt is None else prompt] if prompts is None else prompts,
             "max_tokens": max_tokens,
             "seed": seed,
             "temperature": temperature,
         }
-        super().__init__(lab, plan={**plan, **_checked(plan, lab)}, run={"status": "idle", "number": 0}, **traits)
+        idle = {"status": "idle", "number": 0}
+        super().__init__(lab, plan={**plan, **_checked(plan, lab)}, run=idle, scored=score is not None, **traits)
+        self._score = score
         self.frame: pd.DataFrame | None = None
         self._task: asyncio.Task[None] | None = None
-        self._number = 0
+        self._number = self._done = 0
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._handlers = {
@@ -122,6 +138,7 @@ class SweepPanel(Panel):
             "start": lambda m: self._start(),
             "stop": lambda m: self._stop(),
             "variables": lambda m: self._offer(),
+            "demo": lambda m: self._thread.loop.create_task(self._demo()),
         }
         self._now(self._begin)
 
@@ -157,7 +174,7 @@ class SweepPanel(Panel):
 
     @property
     def state(self) -> dict[str, Any]:
-        """The plan, as plain data; set it, whole or in part."""
+        """The plan, as plain data; set it, whole or in part. One prompt may be set as ``prompt``."""
         return dict(self.plan)
 
     @state.setter
@@ -167,7 +184,7 @@ class SweepPanel(Panel):
     # -- on the engine's loop ----------------------------------------------------------------------------------------
 
     def _change(self, patch: dict[str, Any]) -> None:
-        unknown = set(patch) - set(self.plan)
+        unknown = set(patch) - {*self.plan, "prompt"}
         if unknown:
             raise RequestError(f"a sweep has no {', '.join(sorted(unknown))}, only {', '.join(self.plan)}")
         checked = _checked(patch, self._lab)
@@ -177,10 +194,22 @@ class SweepPanel(Panel):
 
     def _offer(self) -> None:
         size = self._lab.hidden_size
-        found = {**variables(size), **usable(self._lab.vectors, size)}
+        mine = usable(self._lab.vectors, size)
+        found = {**dict(reversed(mine.items())), **{n: v for n, v in variables(size).items() if n not in mine}}
         self.vectors = [{"name": name, "layers": layers_with(vector)} for name, vector in found.items()]
         if self.plan["vector"] is None and found:
-            self.plan = {**self.plan, "vector": next(iter(found))}
+            self.plan = {**self.plan, "vector": next(iter(found))}  # the session's newest
+
+    async def _demo(self) -> None:
+        """Make the demo vector, and choose it."""
+        self.busy = "building sea"
+        try:
+            await contrast(self._lab.aio, "sea", SEA, OFFICE)
+            self._offer()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the user must see it
+            self._show_error(error)
+        finally:
+            self.busy = ""
 
     def _let_go(self) -> None:
         self._stop()
@@ -203,13 +232,13 @@ class SweepPanel(Panel):
         found = {**variables(lab.hidden_size), **lab.vectors}
         if name not in found:
             near = did_you_mean(name, found)
-            raise RequestError(f"there is no vector {name!r} among the notebook's variables and lab.vectors{near}")
+            raise RequestError(f"there is no vector {name!r} in lab.vectors and the notebook's variables{near}")
         vector = snapshot(found[name], lab.hidden_size, name)
         known = layers_with(vector)
         missing = [] if known is None else [layer for layer in layers if layer not in known]
         if missing:
             raise RequestError(f"{name!r} has no vector for layers {missing}, only for {known}")
-        lab.model.prepare(_messages(plan), chat=True, **_sampling(plan))
+        lab.model.prepare(_conversations(plan), chat=True, **_sampling(plan))
         return plan, vector
 
     def _stop(self) -> None:
@@ -226,38 +255,39 @@ class SweepPanel(Panel):
         if before is not None:
             await asyncio.wait([before])
         self.cells, self.chosen, self.frame = [], None, None
-        self._tell(number, "running", total=len(plan["layers"]) * len(plan["doses"]), done=0, plan=plan)
+        self._done = 0
+        self._tell(number, "running", total=_runs(plan), done=0, plan=plan)
         try:
             await self._fill(number, plan, vector)
         except asyncio.CancelledError:
-            kept = {name: self.run.get(name) for name in ("total", "reference")}
-            self._tell(number, "stopped", done=len(self.cells), **kept)
+            kept = {name: self.run.get(name) for name in ("total", "references")}
+            self._tell(number, "stopped", done=self._done, **kept)
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, the user must see it
             self._show_error(error)
             self._tell(number, "failed", error=sentence(error))
             return
-        self._tell(number, "done", done=len(self.cells), total=len(self.cells), reference=self.run.get("reference"))
+        self._tell(number, "done", done=self._done, total=self._done, references=self.run.get("references"))
 
     async def _fill(self, number: int, plan: dict[str, Any], vector: Any) -> None:
-        messages, sampling, layers = _messages(plan), _sampling(plan), list(plan["layers"])
-        await self._lab.aio.measure(messages)
+        conversations, sampling, layers = _conversations(plan), _sampling(plan), list(plan["layers"])
+        await self._lab.aio.measure(conversations if len(conversations) > 1 else conversations[0])
         reader = reader_of(vector, plan["read_layer"], self._lab.hidden_size)
-        reference = await self._reference(messages, vector, plan, sampling, reader)
-        facts = {"total": len(layers) * len(plan["doses"]), "reference": reference}
+        references = await self._references(conversations, vector, plan, sampling, reader)
+        facts = {"total": _runs(plan), "references": references}
         self._tell(number, "running", done=0, **facts)
         cells = self._cells(layers, vector, plan)
-        grid = self._grid(messages, sampling, plan, cells, plan["operation"], reader)
+        grid = self._grid(conversations, sampling, plan, cells, plan["operation"], reader)
         run = asyncio.ensure_future(grid.run())
         try:
             while not run.done():
                 await asyncio.wait([run], timeout=POLL_S)
-                self._draw(grid, plan, reference)
-                self._tell(number, "running", done=len(self.cells), **facts)
+                self._draw(grid, plan, references)
+                self._tell(number, "running", done=self._done, **facts)
             run.result()
         finally:
             await ended([run])
-            self._draw(grid, plan, reference)
+            self._draw(grid, plan, references)
 
     def _cells(self, layers: Sequence[int], vector: Any, plan: dict[str, Any]) -> list[Cell]:
         model, values, operation = self._lab.model, plan["doses"], plan["operation"]
@@ -268,7 +298,7 @@ class SweepPanel(Panel):
 
     def _grid(
         self,
-        messages: Any,
+        conversations: Any,
         sampling: dict[str, Any],
         plan: dict[str, Any],
         cells: Sequence[Cell],
@@ -276,45 +306,52 @@ class SweepPanel(Panel):
         reader: tuple[int, torch.Tensor],
     ) -> Grid:
         lab = self._lab
-        [prompt] = lab.model.prepare(messages, chat=True, **sampling)
         return Grid(
             lab.model,
-            [prompt],
+            lab.model.prepare(conversations, chat=True, **sampling),
             cells,
             operation=operation,
             bound=plan["bound"],
             read_layer=plan["read_layer"],
             norms=lab.aio.norms,
             perplexity=True,
+            score=self._score,
             reader=reader,
             sampling=sampling,
         )
 
-    async def _reference(
+    async def _references(
         self,
-        messages: Any,
+        conversations: Any,
         vector: Any,
         plan: dict[str, Any],
         sampling: dict[str, Any],
         reader: tuple[int, torch.Tensor],
-    ) -> dict[str, Any]:
-        """Return the unsteered answer with its projections and perplexity, and the spread of x·u on plain text."""
+    ) -> list[dict[str, Any]]:
+        """Return each unsteered answer with its projections and perplexity, and the spread of x·u on plain text."""
         model, (layer, unit) = self._lab.model, reader
         cells = lay_out(model, plan["layers"][:1], vector, [0.0], "add")
-        grid = self._grid(messages, sampling, plan, cells, "add", reader)
+        grid = self._grid(conversations, sampling, plan, cells, "add", reader)
         frame, seen = await asyncio.gather(grid.run(), plain_projections(model, {layer: unit}))
-        [row], spread = frame.to_dict("records"), float(seen[layer].std())
-        found = {name: plain(row[name]) for name in ("text", *READ, "perplexity", "repetition")}
-        return {**found, "spread": plain(spread) or None}
+        spread = plain(float(seen[layer].std())) or None
+        names = ("text", *READ, "perplexity", "repetition", *["score"] * self.scored)
+        return [
+            {**{name: plain(row[name]) for name in names}, "prompt": prompt, "spread": spread}
+            for row, prompt in zip(frame.to_dict("records"), plan["prompts"], strict=True)
+        ]
 
-    def _draw(self, grid: Grid, plan: dict[str, Any], reference: dict[str, Any]) -> None:
+    def _draw(self, grid: Grid, plan: dict[str, Any], references: Sequence[dict[str, Any]]) -> None:
         frame = grid.frame()
+        self._done = len(frame)
         if len(frame):
             self.frame = frame
             value = "scale" if plan["operation"] == "ablate" else "dose"
-            most = MAX_CHARACTERS // (len(plan["layers"]) * len(plan["doses"]))
-            rows = frame.to_dict("records")
-            self.cells = [cell_of(row, row[value], plan["doses"], reference, most) for row in rows]
+            most = MAX_CHARACTERS // _runs(plan)
+            found: dict[tuple[int, float], list[dict[str, Any]]] = {}
+            for row in frame.to_dict("records"):
+                cell = cell_of(row, row[value], plan["doses"], references[row["prompt_index"]], most)
+                found.setdefault((cell["layer"], cell["dose"]), []).append(cell)
+            self.cells = [over_prompts(cells) if len(references) > 1 else cells[0] for cells in found.values()]
 
 
 def cell_of(
@@ -345,8 +382,30 @@ def cell_of(
         "perplexity": plain(perplexity),
         "repetition": plain(repetition),
         "tokens": int(row["tokens"]),
+        "prompt_index": int(row.get("prompt_index", 0)),
+        **({} if "score" not in row else _scores(row["score"], reference["score"])),
         "broken": bool(repetitive or perplexing),
     }
+
+
+def _scores(score: float, usual: float | None) -> dict[str, float | None]:
+    """Return an answer's score, and how far it is from that of the unsteered answer."""
+    change = math.nan if usual is None else score - usual
+    return {"score": plain(score), "score_change": plain(change)}
+
+
+def over_prompts(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the answers of one cell to several prompts as one: means, their spread, and each answer in ``runs``.
+
+    The spread is the standard deviation over the prompts. The cell is ``broken`` if half of its answers are.
+    """
+    found: dict[str, Any] = {**runs[0], "runs": [dict(run) for run in runs]}
+    for name in ("effect", "inside", "perplexity", "repetition", "tokens", "score", "score_change"):
+        if name in found:
+            values = [run[name] for run in runs if run[name] is not None]
+            found[name] = statistics.fmean(values) if values else None
+            found[f"{name}_spread"] = statistics.stdev(values) if len(values) > 1 else None
+    return {**found, "broken": 2 * sum(run["broken"] for run in runs) >= len(runs)}
 
 
 def _beyond(row: Mapping[str, Any], reference: Mapping[str, Any], name: str) -> float:
@@ -361,8 +420,13 @@ def reader_of(vector: Any, layer: int, hidden_size: int) -> tuple[int, torch.Ten
     return layer, vector_at(vector, nearest, hidden_size, "sweep")
 
 
-def _messages(plan: Mapping[str, Any]) -> list[dict[str, str]]:
-    return [{"role": "user", "content": plan["prompt"]}]
+def _conversations(plan: Mapping[str, Any]) -> list[list[dict[str, str]]]:
+    return [[{"role": "user", "content": prompt}] for prompt in plan["prompts"]]
+
+
+def _runs(plan: Mapping[str, Any]) -> int:
+    """Return how many answers a plan has."""
+    return len(plan["layers"]) * len(plan["doses"]) * len(plan["prompts"])
 
 
 def _sampling(plan: Mapping[str, Any]) -> dict[str, Any]:
@@ -384,9 +448,16 @@ def _checked(plan: Mapping[str, Any], lab: LabSession) -> dict[str, Any]:
         raise RequestError(f"sweep: bound is one of {', '.join(BOUNDS)}, got {plan['bound']!r}")
     if not isinstance(plan.get("vector", ""), str | None):
         raise RequestError(f"sweep: vector is a name or None, got {type(plan['vector']).__name__}")
-    prompt = plan.get("prompt", "a text")
-    if not isinstance(prompt, str) or not prompt.strip():
-        raise RequestError(f"sweep: prompt must be a text that is not empty, got {prompt!r}")
+    if "prompt" in found:
+        found["prompts"] = [found.pop("prompt")]
+    prompts = found.get("prompts", ["a text"])
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence) or not prompts:
+        raise RequestError(f"sweep: prompts must be a list of texts, got {prompts!r}")
+    for prompt in prompts:
+        if not isinstance(prompt, str) or not prompt.strip():
+            raise RequestError(f"sweep: a prompt must be a text that is not empty, got {prompt!r}")
+    if "prompts" in found:
+        found["prompts"] = list(prompts)
     drawn = {name: plan[name] for name in SAMPLING if name in plan}
     if "temperature" in drawn:
         drawn["temperature"] = as_number(drawn["temperature"], "sweep: temperature")

@@ -20,10 +20,12 @@ class Talk:
     ----------
     turns, sampling, system
         As shown. Turns and sampling are replaced, never edited.
+    split_special_tokens
+        Whether special tokens that a message spells are sent as ordinary text.
     """
 
-    def __init__(self, sampling: Sampling, system: str | None) -> None:
-        self.system, self.sampling = system, sampling
+    def __init__(self, sampling: Sampling, system: str | None, split_special_tokens: bool = False) -> None:
+        self.system, self.sampling, self.split_special_tokens = system, sampling, split_special_tokens
         self.turns: tuple[Turn, ...] = ()
 
     @property
@@ -36,6 +38,17 @@ class Talk:
         if not isinstance(text, str | None):
             raise RequestError(f"system is a text or None, got {text!r}")
         self._system = text
+
+    @property
+    def split_special_tokens(self) -> bool:
+        """Whether special tokens that a message spells are sent as ordinary text."""
+        return self._split
+
+    @split_special_tokens.setter
+    def split_special_tokens(self, split: bool) -> None:
+        if not isinstance(split, bool):
+            raise RequestError(f"split_special_tokens must be True or False, got {split!r}")
+        self._split = split
 
     def plain(self) -> list[dict[str, Any]]:
         """Return the turns as JSON holds them."""

@@ -67,6 +67,7 @@ def answer(number: int = 3) -> dict[str, Any]:
         "layers": [4, 7],
         "norm": pack(np.full((2, 4), 8.0)),
         "projection": pack(values),
+        "special": [],
     }
 
 
@@ -196,10 +197,17 @@ def test_a_sweep_has_its_grid_and_its_texts() -> None:
         {"layer": 4, "dose": 0.5, "text": "x", "effect": -1.0, "broken": True},
         {"layer": 3, "dose": 1.0, "text": "y", "effect": None, "broken": False},
     ]
-    plan = {"operation": "add", "vector": "<v>", "layers": [3, 4], "doses": [0.5, 1.0], "prompt": "p", "read_layer": 7}
+    plan = {
+        "operation": "add",
+        "vector": "<v>",
+        "layers": [3, 4],
+        "doses": [0.5, 1.0],
+        "prompts": ["p"],
+        "read_layer": 7,
+    }
     shown = {
         "facts": {"model": "m"}, "error": "", "plan": {**plan, "doses": [9.0]}, "cells": cells,
-        "run": {"status": "done", "plan": plan, "reference": {"text": "r"}}, "chosen": {"layer": 3, "dose": 0.5},
+        "run": {"status": "done", "plan": plan, "references": [{"text": "r"}]}, "chosen": {"layer": 3, "dose": 0.5},
     }  # fmt: skip
     html = stills.sweep("cl-of-2", shown)
     assert html.index("dose 0.5") < html.index("dose 1") < html.index("<th>4</th>") < html.index("<th>3</th>")

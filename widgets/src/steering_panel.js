@@ -2,12 +2,12 @@
 
 import { chatPane } from "./lib/chat.js";
 import { assign, fill, h, write } from "./lib/dom.js";
-import { heldBack, mark, numberField, problemLine, setNumber } from "./lib/fields.js";
-import { followColours, keepKeys } from "./lib/host.js";
+import { heldBack, mark, numberField, setNumber } from "./lib/fields.js";
 import { layerStrip } from "./lib/layers.js";
-import { linkTo, switchOf } from "./lib/link.js";
+import { linkTo } from "./lib/link.js";
 import { largest, numbersOf, overflowed, parting, projectionsAt } from "./lib/numbers.js";
 import { followOutputs } from "./lib/outputs.js";
+import { place } from "./lib/place.js";
 import { colourLegend, drawPlot } from "./lib/plots.js";
 import { rowView } from "./lib/row.js";
 import { levelOf, short, WARNING } from "./lib/scales.js";
@@ -23,6 +23,12 @@ import { levelOf, short, WARNING } from "./lib/scales.js";
 const MIN_TEXTS = 6;
 const PLOTS = { norm: "norm per message", cosine: "cosine per message", projection: "projection per token", heatmap: "layer × token" };
 const WORDS = { idle: "ready", waiting: "waiting", running: "running", done: "ready", stopped: "stopped", failed: "failed" };
+
+const SPLIT = "Special tokens that a message spells, such as <|im_end|>, are sent as ordinary text. Otherwise the model reads them as those of its chat template.";
+const RECEIPT = "rows: tokens that were computed under steering, at each steered layer; cached: tokens of the prompt that were not computed again";
+
+/** Whether a row changes anything. @param {Row} row */
+const acts = (row) => !row.muted && (row.operation === "cap" ? row.min !== null || row.max !== null : row.operation === "ablate" ? row.scale !== 1 : row.scale !== 0);
 
 /** @param {string} text */
 const linesOf = (text) => text.split("\n").filter((line) => line.trim()).length;
@@ -83,16 +89,17 @@ function render({ model, el }) {
   const source = h("select", { "aria-label": "vector to add" });
   const add = h("button", { type: "button", class: "cl-small" }, "add row");
   add.addEventListener("click", () => source.value && tell({ kind: "add", vector: source.value }));
+  source.addEventListener("change", () => drawAdd());
   for (const event of ["pointerdown", "focus"]) source.addEventListener(event, () => tell({ kind: "variables" }));
   const formName = h("input", { type: "text", placeholder: "name", "aria-label": "name of the direction" });
   const positive = h("textarea", { rows: 3, placeholder: "texts that have it, one a line", "aria-label": "texts that have it, one a line" });
   const negative = h("textarea", { rows: 3, placeholder: "texts that do not", "aria-label": "texts that do not have it, one a line" });
   const build = h("button", { type: "button", class: "cl-small" }, "build");
-  const busy = h("span", { class: "cl-note", "aria-live": "polite" });
+  const busy = h("div", { class: "cl-note cl-busy", role: "status", hidden: true });
   const counts = h("span", { class: "cl-note" });
   const built = h("div", { class: "cl-built", role: "status", hidden: true });
   const advice = h("div", { class: "cl-note" }, `At least ${MIN_TEXTS} texts on each side, line by line as pairs that differ in one thing only. The direction from one side to the other is tested on pairs that were held out. A name that is known already gets the new direction.`);
-  const form = h("details", { class: "cl-form" }, h("summary", {}, "from contrasting texts"), advice, h("div", { class: "cl-form-body" }, formName, positive, negative, h("span", { class: "cl-form-end" }, build, counts, busy)));
+  const form = h("details", { class: "cl-form" }, h("summary", {}, "from contrasting texts"), advice, h("div", { class: "cl-form-body" }, formName, positive, negative, h("span", { class: "cl-form-end" }, build, counts)));
   const checkForm = () => {
     const [one, other] = [linesOf(positive.value), linesOf(negative.value)];
     mark(formName, formName.value.trim() ? "" : "the direction needs a name");
@@ -127,7 +134,7 @@ function render({ model, el }) {
   demo.addEventListener("click", () => tell({ kind: "demo" }));
   const hintText = h("span");
   const hint = h("div", { class: "cl-hint", hidden: true }, hintText, demo);
-  const vectors = h("section", { class: "cl-vectors", "aria-label": "vectors" }, rowsBox, warning, hint, h("div", { class: "cl-add" }, source, add, form, h("span", { class: "cl-space" }), where), built);
+  const vectors = h("section", { class: "cl-vectors", "aria-label": "vectors" }, rowsBox, warning, hint, h("div", { class: "cl-add" }, source, add, form, h("span", { class: "cl-space" }), where), busy, built);
 
   /** Rows as they are to be shown: the kernel's, with edits that it has not answered yet. @returns {Row[]} */
   function shownRows() {
@@ -143,9 +150,11 @@ function render({ model, el }) {
     const known = new Map(model.get("vectors").map((/** @type {any} */ each) => [each.name, each.layers]));
     for (const [id, each] of rowViews) {
       if (!rows.some((row) => row.id === id)) {
+        const focused = each.element.contains(document.activeElement);
         each.element.remove();
         rowViews.delete(id);
         moving.delete(id);
+        if (focused) (rowViews.get(rows[0]?.id)?.remove ?? source).focus({ preventScroll: true });
         root.dispatchEvent(new CustomEvent("cl-mark"));
       }
     }
@@ -172,7 +181,7 @@ function render({ model, el }) {
       if (rowsBox.children[at] !== each.element) rowsBox.insertBefore(each.element, rowsBox.children[at] ?? null);
       each.update(row, known.get(row.vector) ?? null);
     });
-    const steered = new Set(rows.filter((row) => !row.muted).flatMap((row) => row.layers));
+    const steered = new Set(rows.filter(acts).flatMap((row) => row.layers));
     const strong = rows.filter((row) => row.operation === "add" && !row.muted && (row.doses ?? []).some((dose) => levelOf(dose) === "extreme"));
     const much = rows.filter((row) => row.operation === "add" && !row.muted && !strong.includes(row) && levelOf((row.doses ?? []).reduce((one, other) => one + other, 0)) === "extreme");
     write(warning, strong.length ? `${strong.map((row) => row.vector).join(", ")}: ${WARNING}` : much.length ? `${much.map((row) => row.vector).join(", ")}: the doses of the layers add up to 1.5 or more; answers may fall apart.` : "");
@@ -180,7 +189,28 @@ function render({ model, el }) {
     hint.hidden = rows.length > 0;
     demo.hidden = known.size > 0;
     write(hintText, known.size ? "No row yet: choose a vector and press “add row”; its slider then steers the session." : "No vector yet. Build one “from contrasting texts”, put one into lab.vectors, or define a variable that holds one. To see what a vector does:");
+    drawUse();
     write(steeredCount, `${steered.size} steered layer${steered.size === 1 ? "" : "s"}`);
+  }
+
+  const use = h("button", { type: "button", class: "cl-small" });
+  use.addEventListener("click", () => tell({ kind: "use", vector: model.get("built").name }));
+
+  /** A direction that a row has already is not offered again. */
+  function drawUse() {
+    use.hidden = model.get("rows").some((/** @type {Row} */ row) => row.vector === model.get("built").name);
+  }
+
+  function drawAdd() {
+    const empty = !model.get("vectors").length;
+    add.disabled = link.dead || !source.value;
+    add.title = source.value ? "" : empty ? "there is no vector yet: make the demo vector, or build one from contrasting texts" : "choose a vector first";
+  }
+
+  function drawBusy() {
+    write(busy, model.get("busy") && `${model.get("busy")} …`);
+    busy.hidden = !model.get("busy");
+    build.disabled = demo.disabled = Boolean(model.get("busy"));
   }
 
   /** The test of a direction that was just built, before it is used. */
@@ -188,8 +218,9 @@ function render({ model, el }) {
     const found = model.get("built");
     built.hidden = !found.name;
     if (!found.name) return;
-    const use = h("button", { type: "button", class: "cl-small", "aria-label": `add a row with ${found.name}` }, `add row at layer ${found.layer}`);
-    use.addEventListener("click", () => tell({ kind: "use", vector: found.name }));
+    assign(use, { "aria-label": `add a row with ${found.name}` });
+    write(use, `add row at layer ${found.layer}`);
+    drawUse();
     const leave = h("button", { type: "button", class: "cl-small", "aria-label": "dismiss the test" }, "✕");
     leave.addEventListener("click", () => {
       built.hidden = true;
@@ -205,6 +236,7 @@ function render({ model, el }) {
       fill(select, h("option", { value: "" }, first), ...model.get("vectors").map((/** @type {any} */ each) => h("option", { value: each.name }, each.from === "variable" ? `${each.name} (variable)` : each.name)));
       select.value = chosen;
     }
+    drawAdd();
   }
 
   function drawWhere() {
@@ -299,13 +331,16 @@ function render({ model, el }) {
   const seed = numberField("seed", { min: 0, step: 1 }, resample("seed"));
   const temperature = numberField("temperature", { min: 0, max: 5, step: 0.1 }, resample("temperature"));
   const most = numberField("most tokens of an answer", { min: 1, step: 1 }, resample("max_tokens"));
+  const split = h("input", { type: "checkbox", "aria-label": "send special tokens as text" });
+  split.addEventListener("change", () => tell({ kind: "special", split: split.checked }));
+  const controls = h("div", { class: "cl-note cl-controls-note", role: "status", hidden: true });
   const chatHint = h("div", { class: "cl-hint" }, "Nothing was asked yet. A message is answered on both sides with the same seed: on the left as the model is, on the right steered by the rows above.");
   const chats = h(
     "section",
     { class: "cl-chats", "aria-label": "conversations" },
     chatHint,
     h("div", { class: "cl-panes" }, panes.baseline.element, panes.steered.element),
-    h("div", { class: "cl-input" }, field, h("div", { class: "cl-buttons" }, send, again, fresh, h("label", {}, "seed", seed), h("label", {}, "T", temperature), h("label", {}, "tokens", most))),
+    h("div", { class: "cl-input" }, field, h("div", { class: "cl-buttons" }, send, again, fresh, h("label", {}, "seed", seed), h("label", {}, "T", temperature), h("label", {}, "tokens", most), h("label", { title: SPLIT }, split, " special tokens as text")), controls),
   );
 
   /** @param {string} side */
@@ -320,6 +355,9 @@ function render({ model, el }) {
     const { baseline, steered } = sides;
     const parts = baseline.answer && steered.answer ? parting(baseline.answer, steered.answer) : null;
     for (const side of /** @type {const} */ (["baseline", "steered"])) panes[side].text(sides[side].answer, parts, model.get("turns"));
+    const names = new Set([baseline.answer, steered.answer].flatMap((found) => (found?.special ?? []).map((at) => found?.texts[at - found.first])));
+    fill(controls, ...(names.size ? [h("span", { class: "cl-control" }, [...names].join(", ")), " in a message: a control token. The model reads it as it reads those of its chat template: it can end a message and begin another. “special tokens as text” sends it as it is written."] : []));
+    controls.hidden = !names.size;
   }
 
   function drawTints() {
@@ -349,6 +387,7 @@ function render({ model, el }) {
     write(status, link.dead ? "not connected ○" : `${word} ●`);
     status.dataset.status = link.dead && run.status !== "failed" ? "ended" : moved && model.get("turns").length ? "waiting" : run.status;
     stop.disabled = link.dead || !["waiting", "running"].includes(run.status);
+    again.disabled = link.dead || !model.get("turns").length;
     for (const side of /** @type {const} */ (["baseline", "steered"])) {
       const found = sides[side].answer;
       const failed = run.status === "failed" && (run.sides ?? []).includes(side);
@@ -390,6 +429,12 @@ function render({ model, el }) {
     return tab;
   });
   const plotBox = h("div", { class: "cl-plot-box", role: "tabpanel" });
+  let plotted = 0;
+  const sized = new ResizeObserver(() => {
+    if (plotBox.clientWidth && plotBox.clientWidth !== plotted) drawPlots();
+    plotted = plotBox.clientWidth;
+  });
+  sized.observe(plotBox);
   const legend = h("div");
   const plots = h(
     "section",
@@ -426,6 +471,7 @@ function render({ model, el }) {
       pinned: pinned ? pinned.position : null,
       hovered: hovered ? hovered.position : null,
       pin: (position) => calls.pin("steered", position),
+      width: plotBox.clientWidth,
     });
   }
 
@@ -441,7 +487,7 @@ function render({ model, el }) {
       const { answer: found, numbers } = sides[shown.side];
       const values = projectionsAt(numbers, layers[0]);
       const value = values && numbers ? values[shown.position - numbers.first] : NaN;
-      write(tip, `${view().direction ?? "no direction"} at ${layers[0]}: ${short(value ?? NaN)} · token ${found?.ids[shown.position - found.first]} · position ${shown.position}`);
+      write(tip, `${view().direction ?? "no direction"} at ${layers[0]}: ${short(value ?? NaN)} · token ${found?.ids[shown.position - found.first]} · position ${shown.position}${found?.special.includes(shown.position) ? " · control token" : ""}`);
       tip.classList.toggle("cl-tip-pinned", !hovered || hovered.position === pinned?.position);
       pane.note(tip, shown.position);
     }
@@ -450,7 +496,7 @@ function render({ model, el }) {
 
   // -- receipt ----------------------------------------------------------------------------------------------------------
 
-  const receiptText = h("span", { class: "cl-receipt-text" });
+  const receiptText = h("span", { class: "cl-receipt-text", title: RECEIPT });
   const code = h("pre", { class: "cl-code", tabindex: 0, "aria-label": "a cell that does it again" });
   const copy = h("button", { type: "button", class: "cl-small", "data-local": "" }, "copy as code");
   const shownCode = h("details", {}, h("summary", {}, "code"), code);
@@ -484,19 +530,13 @@ function render({ model, el }) {
   // -- together ---------------------------------------------------------------------------------------------------------
 
   const root = h("div", { class: "cl-panel cl-steering" }, header, ended, error, vectors, chats, plots, receipt);
-  error.after(problemLine(root));
-  el.append(root);
-  const leaveKeys = keepKeys(root);
-  const leaveColours = followColours(root);
-  const switchOff = switchOf(root);
+  const placed = place(el, root, { error, ended, link });
 
-  /** Says that nothing answers, if so, and switches off what needs an answer. */
   function drawEnded() {
-    write(ended, link.ended);
-    ended.hidden = !link.ended;
-    switchOff(link.dead);
+    placed.drawEnded();
     if (link.dead && unheard && !field.value) field.value = unheard;
     if (link.dead) unheard = "";
+    drawAdd();
     drawState();
   }
 
@@ -505,6 +545,7 @@ function render({ model, el }) {
     setNumber(seed, found.seed);
     setNumber(temperature, found.temperature);
     setNumber(most, found.max_tokens);
+    split.checked = model.get("split_special_tokens");
   }
 
   function drawError() {
@@ -521,7 +562,8 @@ function render({ model, el }) {
     ["change:where", drawWhere],
     ["change:run", drawState],
     ["change:error", drawError],
-    ["change:busy", () => { write(busy, model.get("busy")); build.disabled = demo.disabled = Boolean(model.get("busy")); }],
+    ["change:split_special_tokens", drawSampling],
+    ["change:busy", drawBusy],
     ["change:built", drawBuilt],
     ["change:saved", drawSaved],
     ["change:draft", () => { if (document.activeElement !== field) field.value = model.get("draft"); }],
@@ -562,13 +604,16 @@ function render({ model, el }) {
   drawState();
   drawMarks();
   drawPending();
+  drawBusy();
+  drawBuilt();
   drawSaved();
   drawEnded();
   return () => {
     for (const [event, listener] of listeners) model.off(event, listener);
+    sized.disconnect();
     document.removeEventListener("pointerdown", pressed, true);
     document.removeEventListener("keydown", escaped, true);
-    for (const leave of [leaveOutputs, leaveKeys, leaveColours, link.close]) leave();
+    for (const leave of [leaveOutputs, placed.leave, link.close]) leave();
   };
 }
 

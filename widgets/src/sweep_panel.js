@@ -2,13 +2,13 @@
 
 import { tint } from "./lib/colours.js";
 import { fill, h, s, write } from "./lib/dom.js";
-import { heldBack, mark, numberField, problemLine, setNumber } from "./lib/fields.js";
-import { followColours, keepKeys } from "./lib/host.js";
+import { heldBack, mark, numberField, setNumber } from "./lib/fields.js";
 import { layerStrip } from "./lib/layers.js";
-import { linkTo, switchOf } from "./lib/link.js";
+import { linkTo } from "./lib/link.js";
 import { followOutputs } from "./lib/outputs.js";
+import { place } from "./lib/place.js";
 import { colourLegend } from "./lib/plots.js";
-import { cellAt, dosesFrom, mostEffect } from "./lib/sweeps.js";
+import { cellAt, dosesFrom, mostEffect, shownOf } from "./lib/sweeps.js";
 import { levelOf, short, WARNING } from "./lib/scales.js";
 
 /** @typedef {import("./types").Model} Model */
@@ -31,6 +31,8 @@ function render({ model, el }) {
   const start = h("button", { type: "button" }, "run");
   const stop = h("button", { type: "button", class: "cl-small", "aria-label": "stop" }, "■ stop");
   start.addEventListener("click", () => {
+    const written = prompts.map((each) => each.value);
+    if (written.length > 1 && !written[written.length - 1].trim()) drawPrompts(written.slice(0, -1)); // begun, and nothing written
     mark(vector, vector.value ? "" : "choose a vector first");
     mark(layers.strip, model.get("plan").layers.length ? "" : "choose at least one layer");
     if (!heldBack(root)) tell({ kind: "start" });
@@ -78,31 +80,39 @@ function render({ model, el }) {
   read.addEventListener("change", () => change({ read_layer: Number(read.value) }));
   const most = numberField("most tokens of an answer", { min: 1, step: 1 }, (value) => change({ max_tokens: value }));
   const seed = numberField("seed", { min: 0, step: 1 }, (value) => change({ seed: value }));
-  const prompt = h("textarea", { rows: 2, "aria-label": "prompt" });
-  prompt.addEventListener("change", () => {
-    mark(prompt, prompt.value.trim() ? "" : "the prompt is empty");
-    if (prompt.value.trim()) change({ prompt: prompt.value });
+  /** One field for each prompt; the last one may be new and empty. @type {HTMLTextAreaElement[]} */
+  let prompts = [];
+  const promptsBox = h("div", { class: "cl-prompts" });
+  const another = h("button", { type: "button", class: "cl-small", title: "every cell answers each prompt; the grid shows their mean" }, "+ prompt");
+  another.addEventListener("click", () => {
+    drawPrompts([...prompts.map((each) => each.value), ""]);
+    prompts[prompts.length - 1].focus();
   });
-  prompt.addEventListener("input", () => prompt.value.trim() && mark(prompt, ""));
+  const hintText = h("span");
+  const demo = h("button", { type: "button", class: "cl-small" }, "make the demo vector");
+  demo.addEventListener("click", () => tell({ kind: "demo" }));
+  const hint = h("div", { class: "cl-hint", role: "status" }, hintText, demo);
+  /** What the grid shows, if answers are scored. */
+  const shownAs = h("select", { "aria-label": "what the grid shows" }, ...["score", "effect"].map((each) => h("option", { value: each }, each)));
+  shownAs.addEventListener("change", () => {
+    drawGrid();
+    drawText();
+  });
+  const shownAsLabel = h("label", {}, "show ", shownAs);
+  const scored = () => model.get("scored") && shownAs.value === "score";
   const controls = h(
     "section",
     { class: "cl-controls-grid", "aria-label": "what to sweep" },
-    operation, bound, h("label", {}, "vector ", vector), layers.element, h("label", {}, dosesName, doses), warning, h("label", { title: READ }, "answers read at layer ", read), h("label", {}, "tokens ", most), h("label", {}, "seed ", seed), prompt,
+    operation, bound, h("label", {}, "vector ", vector), layers.element, h("label", {}, dosesName, doses), warning, h("label", { title: READ }, "answers read at layer ", read), h("label", {}, "tokens ", most), h("label", {}, "seed ", seed), shownAsLabel, promptsBox, hint,
   );
   const grid = h("div", { class: "cl-grid-box" });
   const text = h("section", { class: "cl-sweep-text", "aria-live": "polite", "aria-label": "text of the chosen run" });
   const root = h("div", { class: "cl-panel cl-sweep" }, header, ended, error, controls, grid, text);
-  error.after(problemLine(root));
-  el.append(root);
-  const leaveKeys = keepKeys(root);
-  const leaveColours = followColours(root);
-  const switchOff = switchOf(root);
+  const placed = place(el, root, { error, ended, link });
 
-  /** Says that nothing answers, if so, and switches off what needs an answer. */
   function drawEnded() {
-    write(ended, link.ended);
-    ended.hidden = !link.ended;
-    switchOff(link.dead);
+    placed.drawEnded();
+    drawHint();
     drawRun();
   }
 
@@ -126,7 +136,64 @@ function render({ model, el }) {
     read.value = String(plan.read_layer);
     setNumber(most, plan.max_tokens);
     setNumber(seed, plan.seed);
-    if (document.activeElement !== prompt && !prompt.dataset.problem) prompt.value = plan.prompt;
+    const begun = prompts.length === plan.prompts.length + 1 && !prompts[prompts.length - 1].value.trim() ? [""] : [];
+    drawPrompts([...plan.prompts, ...begun]);
+    shownAsLabel.hidden = !model.get("scored");
+    drawHint();
+  }
+
+  /** @param {string[]} texts */
+  function drawPrompts(texts) {
+    if (texts.length !== prompts.length) {
+      const focused = prompts.findIndex((each) => each === document.activeElement);
+      prompts = texts.map((_, at) => promptField(texts.length > 1 ? `prompt ${at + 1}` : "prompt", at));
+      const rows = prompts.map((field, at) => {
+        const remove = h("button", { type: "button", class: "cl-small", "aria-label": `remove prompt ${at + 1}` }, "✕");
+        remove.addEventListener("click", () => takePrompts(at));
+        return h("div", { class: "cl-prompt" }, h("label", {}, h("span", {}, texts.length > 1 ? `prompt ${at + 1} ` : "prompt "), field), texts.length > 1 && remove);
+      });
+      fill(promptsBox, ...rows, another);
+      root.dispatchEvent(new CustomEvent("cl-mark"));
+      prompts.forEach((field, at) => (field.value = texts[at]));
+      if (focused >= 0) prompts[Math.min(focused, prompts.length - 1)].focus();
+    }
+    prompts.forEach((field, at) => {
+      if (document.activeElement !== field && !field.dataset.problem) field.value = texts[at];
+    });
+  }
+
+  /** @param {string} label @param {number} at */
+  function promptField(label, at) {
+    const field = h("textarea", { rows: 2, "aria-label": label });
+    field.addEventListener("change", () => {
+      const begun = at > 0 && at === prompts.length - 1 && prompts.length > model.get("plan").prompts.length;
+      mark(field, field.value.trim() || begun ? "" : `the ${label} is empty`);
+      if (field.value.trim()) takePrompts();
+    });
+    field.addEventListener("input", () => field.value.trim() && mark(field, ""));
+    return field;
+  }
+
+  /** Sends the prompts, without one of them. @param {number} [without] */
+  function takePrompts(without) {
+    const texts = prompts.map((each) => each.value).filter((_, at) => at !== without);
+    if (without !== undefined) {
+      mark(prompts[without], "");
+      drawPrompts(texts);
+    }
+    const known = texts.filter((each) => each.trim());
+    if (known.length) change({ prompts: known });
+  }
+
+  /** What is missing, or what a run will be. */
+  function drawHint() {
+    const plan = model.get("plan");
+    const count = plan.layers.length * plan.doses.length * plan.prompts.length;
+    const none = !model.get("vectors").length;
+    const busy = model.get("busy");
+    write(hintText, busy ? `${busy} …` : none ? "No vector yet: make one with lab.direction or the steering panel, put one into lab.vectors, or" : `${count} ${count === 1 ? "run" : "runs"} of at most ${plan.max_tokens} tokens: each layer with each dose${plan.prompts.length > 1 ? ` and each of ${plan.prompts.length} prompts` : ""}, steered by itself.`);
+    demo.hidden = !none;
+    demo.disabled = link.dead || Boolean(busy);
   }
 
   /** What the cells were run with: a change of the plan since then is not theirs. */
@@ -134,17 +201,21 @@ function render({ model, el }) {
   /** What the columns are, in a word. */
   const unit = () => ({ add: "dose", ablate: "keep", cap: ran().bound ?? "max" })[/** @type {string} */ (ran().operation)] ?? "";
 
+  /** @param {any} plan */
+  const effectOf = (plan) => `x·u along ${plan.vector} of the answer's text, as the unsteered model reads it at layer ${plan.read_layer}, beside the unsteered answer; 1 is the standard deviation on plain text`;
+
   function drawGrid() {
     const plan = ran();
     grid.classList.toggle("cl-stale", JSON.stringify(plan) !== JSON.stringify(model.get("plan")));
     /** @type {Cell[]} */
     const cells = model.get("cells");
     const chosen = model.get("chosen");
-    const top = mostEffect(cells);
+    const top = mostEffect(cells, scored());
     const rows = [...plan.layers].sort((left, right) => right - left);
     const width = MARGIN_LEFT + plan.doses.length * CELL_WIDTH + 8;
     const height = MARGIN_TOP + rows.length * CELL_HEIGHT + 8;
     const hatch = `cl-hatch-${link.view}`;
+    let reached = false; // the first cell is reached by Tab, the others by arrow keys
     /** @type {SVGElement[]} */
     const parts = [
       s("defs", {}, s("pattern", { id: hatch, width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" }, s("line", { x1: 0, y1: 0, x2: 0, y2: 6, class: "cl-hatch-line" }))),
@@ -162,44 +233,59 @@ function render({ model, el }) {
           return;
         }
         const picked = chosen && chosen.layer === layer && chosen.dose === dose;
-        const label = `layer ${layer}, ${unit()} ${short(dose)}: effect ${short(cell.effect)}${cell.broken ? ", fell apart" : ""}`;
+        const { shade, value, spread } = shownOf(cell, scored());
+        const over = cell.runs ? `, mean of ${cell.runs.length} ${cell.runs.length === 1 ? "prompt" : "prompts"}${spread === null ? "" : `, standard deviation ${short(spread)}`}` : "";
+        const fell = cell.runs ? cell.runs.filter((run) => run.broken).length : 0;
+        const label = `layer ${layer}, ${unit()} ${short(dose)}: ${scored() ? "score" : "effect"} ${short(value)}${over}${fell ? `, ${fell} of ${cell.runs?.length} fell apart` : cell.broken ? ", fell apart" : ""}`;
         parts.push(s("rect", { x, y, width: CELL_WIDTH, height: CELL_HEIGHT, class: "cl-empty" }));
         if (cell.broken) parts.push(s("rect", { x, y, width: CELL_WIDTH, height: CELL_HEIGHT, fill: `url(#${hatch})`, class: "cl-hatch" }));
         parts.push(
           s(
             "rect",
             {
-              x, y, width: CELL_WIDTH, height: CELL_HEIGHT, fill: tint(cell.effect ?? NaN, top), class: `cl-grid-cell${picked ? " cl-chosen" : ""}`, tabindex: 0, role: "button", "aria-label": label,
+              x, y, width: CELL_WIDTH, height: CELL_HEIGHT, fill: tint(shade ?? NaN, top), class: `cl-grid-cell${picked ? " cl-chosen" : ""}`, tabindex: picked || (!chosen && !reached) ? 0 : -1, role: "button", "aria-label": label,
               "data-layer": layer, "data-dose": dose, "data-broken": cell.broken ? "true" : "false",
               onclick: () => choose(cell),
               onkeydown: (/** @type {KeyboardEvent} */ event) => {
-                if (event.key === "Enter" || event.key === " ") {
-                  event.preventDefault();
-                  choose(cell);
-                }
+                const [down, right] = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key] ?? [0, 0];
+                const next = down || right ? grid.querySelector(`[data-layer="${rows[line + down]}"][data-dose="${plan.doses[at + right]}"]`) : null;
+                if (next instanceof SVGElement) next.focus();
+                else if (event.key === "Enter" || event.key === " ") choose(cell);
+                else if (!down && !right) return;
+                event.preventDefault();
               },
             },
             s("title", {}, label),
           ),
-          s("text", { x: x + CELL_WIDTH / 2, y: y + 14, "text-anchor": "middle", class: "cl-tick cl-hatch" }, short(cell.effect)),
+          s("text", { x: x + CELL_WIDTH / 2, y: y + 14, "text-anchor": "middle", class: "cl-tick cl-hatch" }, short(value)),
         );
+        reached = true;
       });
     });
     const focused = document.activeElement instanceof SVGElement && grid.contains(document.activeElement) ? document.activeElement.getAttribute("aria-label") : null;
-    fill(grid, s("svg", { viewBox: `0 0 ${width} ${height}`, width, height, class: "cl-plot cl-sweep-plot", style: `width:${width}px;max-width:100%`, role: "group", "aria-label": "effect by layer and dose" }, ...parts), ...(top > 0 ? [colourLegend(top, `x·u along ${plan.vector} of the answer's text, as the unsteered model reads it at layer ${plan.read_layer}, beside the unsteered answer; 1 is the standard deviation on plain text. Hatched: the answer fell apart (repeats itself, or surprises the unsteered model)`)] : []));
+    fill(grid, s("svg", { viewBox: `0 0 ${width} ${height}`, width, height, class: "cl-plot cl-sweep-plot", style: `width:${width}px;max-width:100%`, role: "group", "aria-label": "effect by layer and dose" }, ...parts), ...(top > 0 ? [colourLegend(top, `${scored() ? "your score, beside that of the unsteered answer" : effectOf(plan)}. Hatched: the answer fell apart (repeats itself, or surprises the unsteered model)`)] : []));
     if (focused) for (const each of grid.querySelectorAll("[role=button]")) if (each.getAttribute("aria-label") === focused && each instanceof SVGElement) each.focus();
   }
 
+  /** @param {Cell} cell */
+  const factsOf = (cell) => `${cell.score === undefined ? "" : `score ${short(cell.score)}, `}effect ${short(cell.effect)}, in the run itself ${short(cell.inside)} of the residual norm at layer ${ran().read_layer}, perplexity ${short(cell.perplexity)}, repetition ${short(cell.repetition)}, ${short(cell.tokens)} tokens`;
+
   function drawText() {
     const chosen = model.get("chosen");
-    const cell = chosen ? cellAt(model.get("cells"), chosen.layer, chosen.dose) : null;
-    const reference = model.get("run").reference;
+    const cells = model.get("cells");
+    const cell = chosen ? cellAt(cells, chosen.layer, chosen.dose) : null;
+    const references = model.get("run").references ?? [];
+    /** @param {string} note @param {string} said @param {string} [name] @returns {Node[]} */
+    const answer = (note, said, name = "") => [h("div", { class: "cl-note" }, note), h("div", { class: name }, said)];
+    const several = references.length > 1;
+    const asked = (/** @type {number} */ at) => (several ? `“${references[at]?.prompt}”: ` : "");
+    const head = cell ? `layer ${cell.layer}, ${unit()} ${short(cell.dose)} (raw ${short(cell.scale)}): ` : "";
     fill(
       text,
       ...(cell
-        ? [h("div", { class: "cl-note" }, `layer ${cell.layer}, ${unit()} ${short(cell.dose)} (raw ${short(cell.scale)}): effect ${short(cell.effect)}, in the run itself ${short(cell.inside)} of the residual norm at layer ${ran().read_layer}, perplexity ${short(cell.perplexity)}, repetition ${short(cell.repetition)}, ${cell.tokens} tokens`), h("div", { class: "cl-chosen-text" }, cell.text)]
-        : [h("div", { class: "cl-note" }, "click a cell to read its text")]),
-      ...(reference ? [h("div", { class: "cl-note" }, `unsteered, perplexity ${short(reference.perplexity)}`), h("div", {}, reference.text)] : []),
+        ? (cell.runs ?? [cell]).flatMap((/** @type {Cell} */ each) => answer(`${head}${asked(each.prompt_index)}${factsOf(each)}`, each.text, "cl-chosen-text"))
+        : [h("div", { class: "cl-note" }, cells.length ? "click a cell to read its text" : "“run” fills the grid; a click on a cell shows its text")]),
+      ...references.flatMap((/** @type {any} */ each, /** @type {number} */ at) => answer(`unsteered, ${asked(at)}${each.score === undefined ? "" : `score ${short(each.score)}, `}perplexity ${short(each.perplexity)}`, each.text)),
     );
   }
 
@@ -217,6 +303,7 @@ function render({ model, el }) {
   const listeners = [
     ["change:plan", () => { drawPlan(); drawGrid(); }],
     ["change:vectors", drawPlan],
+    ["change:busy", drawHint],
     ["change:cells", () => { drawGrid(); drawText(); }],
     ["change:chosen", () => { drawGrid(); drawText(); }],
     ["change:run", () => { drawRun(); drawGrid(); drawText(); }],
@@ -231,7 +318,7 @@ function render({ model, el }) {
   drawEnded();
   return () => {
     for (const [event, listener] of listeners) model.off(event, listener);
-    for (const leave of [leaveOutputs, leaveKeys, leaveColours, link.close]) leave();
+    for (const leave of [leaveOutputs, placed.leave, link.close]) leave();
   };
 }
 

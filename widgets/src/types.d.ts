@@ -64,6 +64,8 @@ export interface Answer {
   /** The answer's text before `first`, if it began there. */
   head: string;
   bands: Band[];
+  /** Positions of special tokens that the messages' own texts spell. */
+  special: number[];
   layers: number[];
   direction: string | null;
   norm: Packed | null;

@@ -6,7 +6,7 @@ import { numberProblem } from "../src/lib/fields.js";
 import { bandMean, cosines, largest, leftOut, madeWith, notAnswered, numbersOf, overflowed, parting, perMessage, unpack } from "../src/lib/numbers.js";
 import { between, fraction, keyMove, levelOf, ranges, short, ticks, valueAt, withRange } from "../src/lib/scales.js";
 import { contrast, palette } from "../src/lib/theme.js";
-import { cellAt, dosesFrom, mostEffect } from "../src/lib/sweeps.js";
+import { cellAt, dosesFrom, mostEffect, shownOf } from "../src/lib/sweeps.js";
 
 /** @param {number[][]} rows */
 function packed(rows) {
@@ -17,7 +17,7 @@ function packed(rows) {
 
 /** @param {Partial<import("../src/types").Answer>} fields @returns {import("../src/types").Answer} */
 function answer(fields) {
-  return { number: 1, messages: [], text: "", finish: null, prompt: 2, first: 0, ids: [5, 6, 7, 8], texts: [], head: "", bands: [], layers: [3, 9], direction: "d", norm: packed([[8, 8, 4], [4, 4, 4]]), projection: packed([[2, -2, 2], [2, 2, 0]]), ...fields };
+  return { number: 1, messages: [], text: "", finish: null, prompt: 2, first: 0, ids: [5, 6, 7, 8], texts: [], head: "", bands: [], special: [], layers: [3, 9], direction: "d", norm: packed([[8, 8, 4], [4, 4, 4]]), projection: packed([[2, -2, 2], [2, 2, 0]]), ...fields };
 }
 
 test("a value's place on a slider and back", () => {
@@ -144,12 +144,16 @@ test("a number field says what is wrong in it", () => {
 });
 
 test("the colour of a sweep is scaled by answers that hold together", () => {
-  const cell = { layer: 1, dose: 0.5, scale: 1, text: "", effect: -3, inside: 0, perplexity: 1, repetition: 0, tokens: 1, broken: false };
+  const cell = { layer: 1, dose: 0.5, scale: 1, text: "", effect: -3, inside: 0, perplexity: 1, repetition: 0, tokens: 1, broken: false, prompt_index: 0 };
   const broken = { ...cell, dose: 1, effect: 90, broken: true };
   assert.equal(mostEffect([cell, broken]), 3);
   assert.equal(mostEffect([broken]), 90);
   assert.equal(cellAt([cell, broken], 1, 1), broken);
   assert.equal(cellAt([cell], 2, 0.5), null);
+  const scored = { ...cell, score: 7, score_change: -2, score_spread: 0.5 };
+  assert.deepEqual(shownOf(scored, true), { shade: -2, value: 7, spread: 0.5 });
+  assert.deepEqual(shownOf(scored, false), { shade: -3, value: -3, spread: null });
+  assert.equal(mostEffect([scored], true), 2);
 });
 
 test("an earlier answer says its own values, or that it has none", () => {

@@ -55,6 +55,35 @@ def test_no_shortcut_of_the_notebook_acts_on_a_focused_panel(panel: Panel) -> No
     expect(panel.root).to_be_visible()
 
 
+def test_the_focus_stays_with_the_panel_when_a_control_goes(panel: Panel) -> None:
+    panel.kernel.run("panel.add('other', layers=9)")
+    expect(panel.root.locator(".cl-row")).to_have_count(2)
+    panel.button("remove other").focus()
+    panel.page.keyboard.press("Enter")
+    expect(panel.button("remove formal")).to_be_focused()
+    panel.page.keyboard.press("Enter")
+    expect(panel.root.get_by_role("combobox", name="vector to add")).to_be_focused()
+    panel.ask()
+    panel.settled()
+    change = panel.button("edit message 1 (steered)")
+    for leave in ("Escape", "cancel"):
+        change.focus()
+        panel.page.keyboard.press("Enter")
+        expect(change).to_be_hidden()  # its place is the field's
+        if leave == "cancel":
+            panel.button("cancel").focus()
+        panel.page.keyboard.press("Enter" if leave == "cancel" else leave)
+        expect(change).to_be_focused()
+    stop = panel.button("stop")
+    panel.number("most tokens of an answer").fill("300")
+    panel.number("most tokens of an answer").press("Enter")
+    expect(stop).to_be_enabled()
+    stop.focus()
+    panel.page.keyboard.press("Enter")  # which disables it
+    panel.settled("stopped")
+    assert panel.root.evaluate("root => root.contains(document.activeElement)")
+
+
 def test_no_shortcut_of_the_notebook_acts_on_a_focused_sweep(page: Page, kernel: Kernel) -> None:
     kernel.run("lab.clear(); lab.vectors['formal'] = formal")
     kernel.run("sweep = lab.sweep_panel(vector='formal', layers=[5], doses=[0.5], max_tokens=2)")

@@ -78,7 +78,8 @@ OUTSIDE = """root => {
         .map(each => each.outerHTML.slice(0, 80));
 }"""
 OVERLAPS = """root => [...root.querySelectorAll(".cl-row")].flatMap(row => {
-    const boxes = [...row.children].map(each => each.getBoundingClientRect());
+    const parts = row.querySelectorAll("button, select, input, .cl-slider, .cl-strip, .cl-name, .cl-note, .cl-label");
+    const boxes = [...parts].filter(each => each.checkVisibility()).map(each => each.getBoundingClientRect());
     const meet = (one, other) => one.left < other.right - 1 && other.left < one.right - 1 &&
         one.top < other.bottom - 1 && other.top < one.bottom - 1;
     return boxes.flatMap((one, at) => boxes.slice(at + 1).filter(other => meet(one, other))).map(() => row.ariaLabel);
@@ -91,10 +92,14 @@ def test_nothing_is_cut_off_at_900_px(panel: Panel) -> None:
     name = "a_name_of_many_words_" * 8
     panel.kernel.run(f"panel.add({name!r}, other, layers=3); panel.state = {{'view': {{'direction': {name!r}}}}}")
     expect(panel.row(name)).to_be_visible()
+    panel.kernel.run("panel._book.edit('r1', {'layers': [3, 14, 15, 16], 'dose': 0.8})")  # with its total beside it
+    expect(panel.row("formal").locator(".cl-total")).to_have_text("× 4 = 3.2")
     panel.ask()
     panel.settled()
-    panel.root.evaluate("root => { root.style.width = '900px'; }")
-    wide = [panel.root.evaluate(what) for what in (OUTSIDE, OVERLAPS)]
+    wide = {}
+    for width in (1200, 960, 900, 868, 850, 800):
+        panel.root.evaluate("(root, width) => { root.style.width = `${width}px`; }", width)
+        wide[width] = [panel.root.evaluate(what) for what in (OUTSIDE, OVERLAPS)]
     panel.root.evaluate("root => { root.style.width = ''; }")
     # and in a window of 900 px, of which JupyterLab takes a part
     before = panel.page.viewport_size
@@ -105,7 +110,7 @@ def test_nothing_is_cut_off_at_900_px(panel: Panel) -> None:
     seen = panel.root.evaluate("root => root.getBoundingClientRect().right <= window.innerWidth")
     picture(panel, "at_900_px")
     panel.page.set_viewport_size(before)
-    assert (wide, narrow, seen) == ([[], []], [[], []], True)
+    assert (wide, narrow, seen) == ({width: [[], []] for width in wide}, [[], []], True)
 
 
 MIB = 1 << 20

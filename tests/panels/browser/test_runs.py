@@ -26,6 +26,38 @@ def test_what_was_asked_before_the_panel_is_displayed_is_shown(page: Page, kerne
     kernel.run("early.close()")
 
 
+def test_a_fresh_panel_says_what_to_do_and_makes_the_demo_vector(page: Page, kernel: Kernel) -> None:
+    kernel.run(
+        "from chatspace_lab.panels.vectors import variables\n"
+        "lab.clear(); lab.vectors.clear(); hidden = list(variables(lab.hidden_size).items())\n"
+        "for name, _ in hidden: del globals()[name]\n"
+        "early = lab.panel(max_tokens=4)"
+    )
+    early = Panel(page, kernel, cell=3)
+    early.show(again=True)
+    try:
+        expect(early.root.get_by_text("No vector yet. Build one")).to_be_visible()
+        expect(early.root.get_by_text("Nothing was asked yet.")).to_be_visible()
+        expect(early.root.locator(".cl-plot")).to_contain_text("nothing read yet")
+        expect(early.button("add row")).to_be_disabled()
+        expect(early.button("regenerate")).to_be_disabled()
+        early.button("make the demo vector").click()
+        expect(early.root.locator(".cl-busy")).to_have_text("building sea …")  # though the form is shut
+        expect(early.row("sea")).to_be_visible()
+        expect(early.root.locator(".cl-busy")).to_be_hidden()
+        expect(early.root.locator(".cl-built")).to_contain_text("on held-out pairs")
+        expect(early.button("add a row with sea")).to_be_hidden()  # it has one
+        expect(early.root.get_by_text("No vector yet.")).to_be_hidden()
+        expect(early.root.locator(".cl-header")).to_contain_text("0 steered layers")
+        early.drag(0.3, "dose of sea")
+        expect(early.root.locator(".cl-header")).to_contain_text("1 steered layer")
+        early.ask()
+        early.settled()
+        expect(early.root.get_by_text("Nothing was asked yet.")).to_be_hidden()
+    finally:
+        kernel.run("early.close(); lab.clear(); globals().update(hidden)")
+
+
 def test_dragging_a_slider_steers_the_session_and_answers_anew(panel: Panel) -> None:
     panel.ask()
     panel.settled()

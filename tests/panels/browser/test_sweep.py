@@ -71,5 +71,42 @@ def test_a_sweep_of_ablations_is_the_sessions_own_and_a_new_plan_is_not_yet_its_
     expect(sweep.root.get_by_role("button", name=re.compile("^layer 15, keep 0: effect"))).to_be_visible()
 
 
+def test_a_sweep_of_several_prompts_shows_their_mean_and_spread(page: Page, kernel: Kernel) -> None:
+    kernel.run("lab.clear(); lab.vectors['formal'] = formal")
+    kernel.run(
+        "sweep = lab.sweep_panel(prompts=['Tell me about rivers.', 'Name a town.'], score=len, vector='formal',"
+        " layers=[5, 15], doses=[0.25, 0.5], max_tokens=8)"
+    )
+    sweep = Panel(page, kernel, cell=2)
+    sweep.show(again=True)
+    expect(sweep.root.locator(".cl-hint")).to_contain_text("8 runs of at most 8 tokens")
+    expect(sweep.root.locator(".cl-sweep-text")).to_contain_text("“run” fills the grid")
+    sweep.button("+ prompt").click()
+    sweep.button("remove prompt 3").click()
+    sweep.button("run").click()
+    expect(sweep.status).to_have_text("done 8 of 8")
+    for cell in kernel.value("sweep.cells"):
+        name = (
+            f"layer {cell['layer']}, dose {cell['dose']:g}: score {cell['score']:.3g}, mean of 2 prompts, "
+            f"standard deviation {cell['score_spread']:.3g}"
+        )
+        found = sweep.root.locator(f"[data-layer='{cell['layer']}'][data-dose='{cell['dose']}']")
+        expect(found.locator("title")).to_have_text(re.compile(f"^{re.escape(name)}"))
+    sweep.root.locator("[data-layer='15'][data-dose='0.25']").focus()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    texts = kernel.value("[run['text'] for run in sweep.cells[1]['runs']]")
+    expect(sweep.root.locator(".cl-chosen-text")).to_have_text(texts)
+    expect(sweep.root.locator("[data-layer='5'][data-dose='0.5']")).to_be_focused()
+    assert sweep.root.locator(".cl-grid-cell[role=button][tabindex='0']").count() == 1
+    sweep.root.get_by_role("combobox", name="what the grid shows").select_option("effect")
+    expect(sweep.root.locator("[data-layer='5'][data-dose='0.5'] title")).to_contain_text("effect")
+    picture(sweep, "sweep_of_prompts")
+    sweep.button("remove prompt 2").click()
+    kernel.run("import time\nwhile len(sweep.plan['prompts']) > 1: time.sleep(0.02)", timeout_s=30)
+    expect(sweep.root.get_by_role("textbox", name="prompt", exact=True)).to_have_value("Tell me about rivers.")
+
+
 def test_nothing_outside_is_asked_for(panel: Panel, hosts: set[str]) -> None:
     assert {host.split(":")[0] for host in hosts if host} == {"127.0.0.1"}

@@ -23,6 +23,22 @@ def test_an_error_is_shown_in_place_of_the_answer(panel: Panel) -> None:
     assert panel.answer().inner_text() == chat(panel.kernel, 12)
 
 
+def test_a_message_that_failed_takes_little_room_and_can_be_changed(panel: Panel) -> None:
+    panel.ask()
+    panel.settled()
+    panel.ask("word " * 3000)
+    panel.settled("failed")
+    waiting = panel.pane().locator(".cl-pending")
+    expect(waiting).to_contain_text("word word")
+    assert waiting.evaluate("each => each.clientHeight") < 200
+    panel.button("edit message 2 (steered)").click()
+    panel.root.get_by_role("textbox", name="new text of message 2 (steered)").fill("Name a river.")
+    panel.button("save").click()
+    panel.settled()
+    expect(panel.answer()).to_be_visible()
+    assert [each["user"] for each in panel.value("panel.turns")] == ["Tell me about rivers.", "Name a river."]
+
+
 def test_a_dead_engine_is_said_in_the_panel_and_no_old_answer_stands_for_it(panel: Panel) -> None:
     panel.ask()
     panel.settled()

@@ -26,6 +26,9 @@ export function chatPane(side, calls) {
   const problem = h("div", { class: "cl-error", role: "alert", hidden: true });
   const element = h("section", { class: `cl-pane cl-${side}`, "aria-label": side }, h("div", { class: "cl-pane-title" }, side, newest), body, waiting, problem);
 
+  /** The messages that are not answered yet, as they stand there. */
+  let openTexts = "[]";
+
   let following = true;
   let place = 0;
 
@@ -54,9 +57,9 @@ export function chatPane(side, calls) {
     calls.moved();
   }).observe(body);
 
-  /** @param {number} position @param {string} text */
-  function token(position, text) {
-    const span = h("span", { class: "cl-token", "data-position": position }, text);
+  /** @param {number} position @param {string} text @param {boolean} [control] whether a message spells a special token here */
+  function token(position, text, control = false) {
+    const span = h("span", { class: `cl-token${control ? " cl-control" : ""}`, "data-position": position }, text);
     spans.set(position, span);
     return span;
   }
@@ -73,8 +76,10 @@ export function chatPane(side, calls) {
       const leave = h("button", { type: "button", class: "cl-small" }, "cancel");
       const form = h("div", { class: "cl-edit-form" }, field, save, leave);
       const done = () => {
+        const focused = form.contains(document.activeElement);
         form.remove();
         row.classList.remove("cl-editing");
+        if (focused) change.focus({ preventScroll: true });
       };
       save.addEventListener("click", () => {
         save.disabled = true;
@@ -85,7 +90,10 @@ export function chatPane(side, calls) {
       });
       leave.addEventListener("click", done);
       field.addEventListener("keydown", (event) => {
-        if (event.key === "Escape") done();
+        if (event.key === "Escape") {
+          event.stopPropagation();
+          done();
+        }
         if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
           event.preventDefault();
           save.click();
@@ -109,7 +117,7 @@ export function chatPane(side, calls) {
       let content = [message.content];
       if (band && band.start >= answer.first && band.end <= answer.first + answer.ids.length) {
         const texts = answer.texts.slice(band.start - answer.first, band.end - answer.first);
-        if (texts.join("") === message.content) content = texts.map((text, at) => token(band.start + at, text));
+        if (texts.join("") === message.content) content = texts.map((text, at) => token(band.start + at, text, answer.special.includes(band.start + at)));
       }
       if (message.role === "user") {
         const { row, bubble } = userBubble(message.content, turn);
@@ -172,14 +180,26 @@ export function chatPane(side, calls) {
         for (let at = first; at < shownTokens; at += 1) write(/** @type {Element} */ (spans.get(answer.first + at)), answer.texts[at]);
         shownTokens = answer.texts.length;
         drawn = answer;
-        for (const span of body.querySelectorAll(".cl-part")) span.classList.remove("cl-part");
+        for (const span of body.querySelectorAll(".cl-part")) {
+          span.classList.remove("cl-part");
+          span.removeAttribute("title");
+        }
         const marked = parts === null ? null : spans.get(answer.prompt + parts);
-        if (marked) marked.classList.add("cl-part");
+        if (marked) {
+          marked.classList.add("cl-part");
+          marked.title = "from here on the two answers differ";
+        }
       }
       const known = answer ? answer.messages.filter((each) => each.role === "user").map((each) => each.content) : [];
       const open = notAnswered(known, turns.map((turn) => turn.user));
       follow();
-      fill(waiting, ...open.map((text) => h("div", { class: "cl-message", "data-role": "user" }, h("span", { class: "cl-role" }, "user"), h("div", { class: "cl-text" }, text))));
+      if (JSON.stringify(open) === openTexts) return; // one of them may be edited
+      openTexts = JSON.stringify(open);
+      fill(waiting, ...open.map((text, at) => {
+        const { row, bubble } = userBubble(text, turns.length - open.length + at);
+        fill(bubble, text);
+        return row;
+      }));
     },
     /**
      * Puts a note beside a token, inside the conversation: it scrolls with its token and covers no control.
@@ -238,6 +258,7 @@ export function chatPane(side, calls) {
     state({ stale, error }) {
       element.classList.toggle("cl-stale", stale);
       element.setAttribute("aria-busy", String(stale));
+      element.classList.toggle("cl-failed", error !== null); // then a message that was not answered can be edited
       body.hidden = error !== null;
       problem.hidden = error === null;
       write(problem, error ?? "");

@@ -23,8 +23,10 @@ export function keepKeys(root) {
     focused.setAttribute(SUPPRESS, "true");
   });
   const gone = () => focused !== null && (!focused.isConnected || focused.matches(":disabled"));
-  root.addEventListener("focusout", () => {
-    if (!gone()) focused = null;
+  root.addEventListener("focusout", (event) => {
+    setTimeout(() => { // a browser may tell of the loss before the control is gone
+      if (focused === event.target && focused !== document.activeElement && !gone()) focused = null;
+    });
   });
   // the focus of a control that goes, or is disabled, would fall to the page
   const observer = new MutationObserver(() => {

@@ -19,9 +19,9 @@ import { short, ticks } from "./scales.js";
  * @property {number | null} pinned
  * @property {number | null} hovered
  * @property {(position: number) => void} pin
+ * @property {number} [width] of the plot on the page, in pixels: texts keep their size
  */
 
-const WIDTH = 880;
 const HEIGHT = 210;
 const LEFT = 52;
 const RIGHT = 8;
@@ -40,15 +40,20 @@ export function plot(kind, scene) {
   return [messagePlot(scene, kind === "norm" ? "norm" : "cosine"), lineLegend(scene)];
 }
 
-/** @param {string} label @param {...SVGElement} children */
-function frame(label, ...children) {
-  return s("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": label, class: "cl-plot" }, ...children);
+/** @param {Scene} scene */
+const widthOf = (scene) => Math.max(scene.width || 880, 240);
+
+/** @param {string} label @param {Scene} scene @param {...SVGElement} children */
+function frame(label, scene, ...children) {
+  const width = widthOf(scene);
+  if (!scene.baseline && !scene.steered) children.push(s("text", { x: width / 2, y: HEIGHT / 2, "text-anchor": "middle", class: "cl-tick" }, "nothing read yet: the plot grows with an answer"));
+  return s("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", "aria-label": label, class: "cl-plot" }, ...children);
 }
 
-/** @param {number} low @param {number} high @param {(value: number) => number} y @param {string} unit */
-function yAxis(low, high, y, unit) {
+/** @param {number} low @param {number} high @param {(value: number) => number} y @param {string} unit @param {number} width */
+function yAxis(low, high, y, unit, width) {
   const marks = ticks(low, high, 4).flatMap((value) => [
-    s("line", { x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value), class: value === 0 ? "cl-zero" : "cl-grid" }),
+    s("line", { x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value), class: value === 0 ? "cl-zero" : "cl-grid" }),
     s("text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end", class: "cl-tick" }, short(value)),
   ]);
   return [...marks, s("text", { x: 4, y: 12, class: "cl-tick" }, unit)];
@@ -57,6 +62,7 @@ function yAxis(low, high, y, unit) {
 /** @param {Scene} scene */
 function projectionPlot(scene) {
   const { baseline, steered, layers } = scene;
+  const width = widthOf(scene);
   const end = Math.max(1, ...[baseline, steered].map((side) => (side ? side.first + side.count : 0)));
   const first = Math.min(...[baseline, steered].map((side) => (side ? side.first : Infinity)), end - 1);
   let low = 0;
@@ -72,7 +78,7 @@ function projectionPlot(scene) {
     }
   }
   if (low === high) high = 1;
-  const x = scale(first, Math.max(end - 1, first + 1), LEFT + 4, WIDTH - RIGHT - 4);
+  const x = scale(first, Math.max(end - 1, first + 1), LEFT + 4, width - RIGHT - 4);
   const y = scale(low, high, HEIGHT - BOTTOM, TOP);
   const inside = (/** @type {number} */ value) => Math.min(Math.max(y(value), TOP), HEIGHT - BOTTOM);
   const lines = layers.flatMap((layer, index) =>
@@ -94,10 +100,11 @@ function projectionPlot(scene) {
   );
   const bands = scene.bands.flatMap((band, index) => {
     const from = x(Math.max(band.start, first) - 0.5);
-    const width = Math.max(x(band.end - 0.5) - from, 0);
+    const length = Math.max(x(band.end - 0.5) - from, 0);
+    const late = index === scene.bands.length - 1 && from + 70 > width; // its name would be cut off
     return [
-      s("rect", { x: from, y: TOP, width, height: HEIGHT - TOP - BOTTOM, class: `cl-band cl-band-${index % 2}` }),
-      s("text", { x: from + 3, y: HEIGHT - 8, class: "cl-tick" }, width > 24 ? band.role : ""),
+      s("rect", { x: from, y: TOP, width: length, height: HEIGHT - TOP - BOTTOM, class: `cl-band cl-band-${index % 2}` }),
+      s("text", { x: late ? width - 2 : from + 3, y: HEIGHT - 8, "text-anchor": late ? "end" : null, class: "cl-tick" }, length > 24 || late ? band.role : ""),
     ];
   });
   const marks = [
@@ -106,11 +113,11 @@ function projectionPlot(scene) {
   ].flatMap(([position, name]) =>
     typeof position === "number" ? [s("line", { x1: x(position), x2: x(position), y1: TOP, y2: HEIGHT - BOTTOM, class: name, "data-position": position })] : [],
   );
-  const svg = frame(`projection per token on ${scene.direction}`, ...bands, ...yAxis(low, high, y, "x·u"), ...lines, ...marks);
+  const svg = frame(`projection per token on ${scene.direction}`, scene, ...bands, ...yAxis(low, high, y, "x·u", width), ...lines, ...marks);
   svg.addEventListener("click", (event) => {
     const box = svg.getBoundingClientRect();
-    const place = (/** @type {MouseEvent} */ (event).clientX - box.left) * (WIDTH / box.width);
-    const position = Math.round(first + ((place - LEFT - 4) / (WIDTH - RIGHT - LEFT - 8)) * Math.max(end - 1 - first, 1));
+    const place = (/** @type {MouseEvent} */ (event).clientX - box.left) * (width / box.width);
+    const position = Math.round(first + ((place - LEFT - 4) / (width - RIGHT - LEFT - 8)) * Math.max(end - 1 - first, 1));
     if (position >= first && position < end) scene.pin(position);
   });
   return svg;
@@ -137,7 +144,7 @@ function messagePlot(scene, what) {
   high *= 1.05;
   const y = scale(low, high, HEIGHT - BOTTOM, TOP);
   const count = Math.max(scene.bands.length, 1);
-  const step = (WIDTH - LEFT - RIGHT) / count;
+  const step = (widthOf(scene) - LEFT - RIGHT) / count;
   const width = Math.min((step * 0.7) / bars.length, 40);
   const groups = scene.bands.flatMap((band, at) => {
     const from = LEFT + at * step;
@@ -162,7 +169,7 @@ function messagePlot(scene, what) {
     ];
   });
   const title = what === "norm" ? "mean activation norm per message" : `mean cosine to ${scene.direction} per message`;
-  return frame(title, ...groups, ...yAxis(low, high, y, what === "norm" ? "|x|" : "cosine"));
+  return frame(title, scene, ...groups, ...yAxis(low, high, y, what === "norm" ? "|x|" : "cosine", widthOf(scene)));
 }
 
 /** @param {Scene} scene */

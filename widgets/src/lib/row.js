@@ -144,6 +144,7 @@ export function rowView(first, layerCount, calls) {
 
   return {
     element,
+    remove,
     get busy() {
       return busy();
     },

@@ -1,6 +1,16 @@
 /** Arithmetic of the sweep panel. No DOM. */
 
-/** @typedef {{layer: number, dose: number, scale: number, text: string, effect: number | null, inside: number | null, perplexity: number | null, repetition: number | null, tokens: number, broken: boolean}} Cell */
+/**
+ * A cell of the grid. Of several prompts it has the means, their spread, and each answer in `runs`.
+ *
+ * @typedef {{layer: number, dose: number, scale: number, text: string, effect: number | null, inside: number | null, perplexity: number | null, repetition: number | null, tokens: number, broken: boolean, score?: number | null, score_change?: number | null, effect_spread?: number | null, score_spread?: number | null, runs?: Cell[], prompt_index: number}} Cell
+ */
+
+/** What a cell is coloured by, and what is written in it. @param {Cell} cell @param {boolean} scored @returns {{shade: number | null, value: number | null, spread: number | null}} */
+export function shownOf(cell, scored) {
+  if (scored) return { shade: cell.score_change ?? null, value: cell.score ?? null, spread: cell.score_spread ?? null };
+  return { shade: cell.effect, value: cell.effect, spread: cell.effect_spread ?? null };
+}
 
 /** Doses as written with commas or blanks between, ascending, each once; or what is wrong with the text. @param {string} text @returns {{numbers: number[] | null, problem: string}} */
 export function dosesFrom(text) {
@@ -16,9 +26,9 @@ export function cellAt(cells, layer, dose) {
   return cells.find((cell) => cell.layer === layer && cell.dose === dose) ?? null;
 }
 
-/** The largest effect among answers that did not fall apart; of all, if they all did. @param {Cell[]} cells */
-export function mostEffect(cells) {
-  const sizes = (/** @type {Cell[]} */ of) => of.map((cell) => Math.abs(cell.effect ?? 0));
+/** The strongest colour among answers that did not fall apart; of all, if they all did. @param {Cell[]} cells @param {boolean} [scored] */
+export function mostEffect(cells, scored = false) {
+  const sizes = (/** @type {Cell[]} */ of) => of.map((cell) => Math.abs(shownOf(cell, scored).shade ?? 0));
   const whole = sizes(cells.filter((cell) => !cell.broken));
   return Math.max(0, ...(whole.length ? whole : sizes(cells)));
 }
