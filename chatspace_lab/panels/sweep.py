@@ -130,6 +130,7 @@ class SweepPanel(Panel):
         self._score = score
         self.frame: pd.DataFrame | None = None
         self._task: asyncio.Task[None] | None = None
+        self._making: asyncio.Task[None] | None = None
         self._number = self._done = 0
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -138,7 +139,7 @@ class SweepPanel(Panel):
             "start": lambda m: self._start(),
             "stop": lambda m: self._stop(),
             "variables": lambda m: self._offer(),
-            "demo": lambda m: self._thread.loop.create_task(self._demo()),
+            "demo": lambda m: self._make_demo(),
         }
         self._now(self._begin)
 
@@ -199,6 +200,10 @@ class SweepPanel(Panel):
         self.vectors = [{"name": name, "layers": layers_with(vector)} for name, vector in found.items()]
         if self.plan["vector"] is None and found:
             self.plan = {**self.plan, "vector": next(iter(found))}  # the session's newest
+
+    def _make_demo(self) -> None:
+        if self._making is None or self._making.done():
+            self._making = self._thread.loop.create_task(self._demo())
 
     async def _demo(self) -> None:
         """Make the demo vector, and choose it."""

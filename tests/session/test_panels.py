@@ -363,6 +363,19 @@ def test_the_demo_vector_is_built_and_its_test_shown(lab: LabSession) -> None:
     lab.vectors.clear()
 
 
+def test_a_sweep_without_a_vector_makes_the_demo_vector(lab: LabSession) -> None:
+    sweep = lab.sweep_panel("Name a river.", layers=8, doses=0.2, max_tokens=2)
+    assert sweep.vectors == []
+    sweep._received(None, {"kind": "demo", "n": 1}, [])
+    wait_until(lambda: bool(sweep.vectors) and not sweep.busy, timeout_s=60, what="the vector is offered")
+    assert sweep.plan["vector"] == "sea"
+    sweep.start()
+    sweep.wait(60)
+    assert len(sweep.cells) == 1
+    sweep.close()
+    lab.vectors.clear()
+
+
 def test_an_answer_that_is_too_long_for_the_page_keeps_its_beginning(
     lab: LabSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -464,14 +477,14 @@ def test_a_sweep_asks_several_prompts_and_scores_their_answers(lab: LabSession, 
     for wrong in ({"prompt": "a", "prompts": ["b"]}, {"score": "long"}):
         with pytest.raises(RequestError, match=r"sweep: (give prompt or prompts|score must be a function)"):
             lab.sweep_panel(vector="v", **wrong)
-    sweep = lab.sweep_panel(prompts=prompts, score=len, vector="v", layers=[5, 8], doses=[0.1, 0.6], max_tokens=6)
+    sweep = lab.sweep_panel(prompts=prompts, score=len, vector="v", layers=[5, 8], doses=[0.6], max_tokens=4)
     sweep.start()
     sweep.wait(60)
-    assert sweep.run["done"] == sweep.run["total"] == 12
+    assert sweep.run["done"] == sweep.run["total"] == 6
     conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    wanted = lab.sweep(conversations, [5, 8], v, doses=[0.1, 0.6], score=len, max_tokens=6, seed=7, read_layer=28)
+    wanted = lab.sweep(conversations, [5, 8], v, doses=[0.6], score=len, max_tokens=4, seed=7, read_layer=28)
     assert [run["text"] for cell in sweep.cells for run in cell["runs"]] == wanted["text"].tolist()
-    unsteered = [len(str(each)) for each in lab.chat(conversations, max_tokens=6, seed=7, temperature=0.0)]
+    unsteered = [len(str(each)) for each in lab.chat(conversations, max_tokens=4, seed=7, temperature=0.0)]
     assert [each["score"] for each in sweep.run["references"]] == unsteered
     found = sweep_cells(wanted)
     for cell, (_, row) in zip(sweep.cells, found.iterrows(), strict=True):
@@ -480,7 +493,7 @@ def test_a_sweep_asks_several_prompts_and_scores_their_answers(lab: LabSession, 
         assert cell["score_change"] == pytest.approx(row["score"] - np.mean(unsteered))
         effects = [run["effect"] for run in cell["runs"]]
         assert (cell["effect"], cell["effect_spread"]) == pytest.approx((np.mean(effects), np.std(effects, ddof=1)))
-    sweep.state = {"prompt": "Name a river.", "layers": 5, "doses": 0.1}  # one, as before
+    sweep.state = {"prompt": "Name a river.", "layers": 5}  # one, as before
     sweep.start()
     sweep.wait(60)
     assert [cell["text"] for cell in sweep.cells] == wanted["text"].tolist()[:1]

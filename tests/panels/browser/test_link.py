@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -33,6 +32,17 @@ def held():
             len(comm.get_comm_manager().comms))
 """
 CELLS = ["one", "two", "fresh = lab.panel(max_tokens=4); fresh", "lab.sweep_panel(vector='formal', layers=[5])", "1"]
+
+
+NOTE_CHANGES = """() => {
+    window.changedAt = [0];
+    for (const each of document.querySelectorAll(".cl-panes, .cl-status"))
+        new MutationObserver(() => window.changedAt.push(Date.now()))
+            .observe(each, { childList: true, characterData: true, subtree: true });
+}"""
+"""Notes when an answer or the status has changed on the page."""
+HEALED_S = 1.0
+"""After a run, the page is complete within this time."""
 
 
 @pytest.fixture(scope="module")
@@ -67,15 +77,16 @@ def test_the_end_of_a_stream_is_on_the_page_though_the_server_limits_messages(ow
     for shown in panels.values():
         shown.show()
     for text in ("Write a long story about a river.", "Write another one."):
-        lab.run(f"for each in (one, two): each.ask({text!r})\nfor each in (one, two): each.wait(200)", timeout_s=300)
-        ended = time.monotonic()
+        own.evaluate(NOTE_CHANGES)
+        asked = f"for each in (one, two): each.ask({text!r})\nfor each in (one, two): each.wait(200)"
+        ended = float(lab.run(f"{asked}\nprint(time.time())", timeout_s=300))
         for name, shown in panels.items():
             wanted = lab.value(f"({name}.run['status'], {name}.steered['text'], {name}.baseline['text'])")
             expect(shown.status).to_have_attribute("data-status", "done", timeout=3_000)
             for side, answer in zip(("steered", "baseline"), wanted[1:], strict=True):
                 expect(shown.answer(side)).to_have_text(answer, timeout=2_000)
             expect(shown.status).to_have_attribute("data-pending", "0", timeout=2_000)
-        assert time.monotonic() - ended < 4
+        assert own.evaluate("() => Math.max(...window.changedAt) / 1000") - ended < HEALED_S
 
 
 def test_a_replaced_panel_lets_go_and_steering_stays_instant(own: Page, lab: Kernel) -> None:

@@ -31,8 +31,9 @@ export function keepKeys(root) {
   // the focus of a control that goes, or is disabled, would fall to the page
   const observer = new MutationObserver(() => {
     if (!gone()) return;
+    const held = [document.body, null, focused].includes(document.activeElement); // a control keeps it for a moment after it is disabled
     focused = null;
-    if (document.activeElement === document.body || document.activeElement === null) root.focus({ preventScroll: true });
+    if (held) root.focus({ preventScroll: true });
   });
   observer.observe(root, { childList: true, subtree: true, attributes: true, attributeFilter: ["disabled"] });
   return () => observer.disconnect();

@@ -6,6 +6,8 @@ import { assign } from "./dom.js";
 
 /** The page compares its state with the kernel's so often while something changes, in milliseconds. */
 const STEP_MS = 400;
+/** What the kernel has sent again may be on its way for so long; then the page asks once more. */
+const ARRIVES_MS = 280;
 /** … and so often while no answer comes. */
 const MOST_MS = 4000;
 /** A kernel that has not answered for so long is busy or gone. */
@@ -103,7 +105,11 @@ export function linkTo(model, el, calls) {
     if ("level" in message) level = message.level;
     answered = Math.max(answered, message.ack);
     calls.answered(message.ack, Boolean(message.failed));
-    if (answered < count || !level || calls.active()) schedule(STEP_MS);
+    if (message.level === false) {
+      clearTimeout(timer);
+      timer = 0;
+      schedule(ARRIVES_MS);
+    } else if (answered < count || !level || calls.active()) schedule(STEP_MS);
     check();
     calls.drawn();
   };
