@@ -41,7 +41,7 @@ NOTE_CHANGES = """() => {
             .observe(each, { childList: true, characterData: true, subtree: true });
 }"""
 """Notes when an answer or the status has changed on the page."""
-HEALED_S = 1.0
+HEALED_S = 4.0
 """After a run, the page is complete within this time."""
 
 
