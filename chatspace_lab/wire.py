@@ -7,6 +7,8 @@ Nothing here is pickled. A request carries its own steering program and its capt
 from __future__ import annotations
 
 import atexit
+import contextlib
+import faulthandler
 import os
 import sys
 from typing import Any, TypedDict
@@ -24,6 +26,9 @@ OWNER_PID = "CHATSPACE_LAB_OWNER_PID"
 
 STAGE_FILE = "CHATSPACE_LAB_STAGE_FILE"
 """Environment variable with a file to whose first byte a worker writes how far its start is: an index of STAGES."""
+
+ERROR_LOG = "CHATSPACE_LAB_ERROR_LOG"
+"""Environment variable with a file to which a process of the engine writes where native code crashed in it."""
 
 STAGES = ("starting the engine's processes", "loading the model", "compiling and warming up", "ready")
 
@@ -77,6 +82,7 @@ class EngineOptions(TypedDict):
     max_vectors: int
     max_ops_per_layer: int
     max_capture_bytes: int
+    cpu_capability: str  # see runtime.extension: code compiled for one instruction set is not for another
 
 
 class Apart(dict[str, Any]):
@@ -100,7 +106,16 @@ def _arrived(options: dict[str, Any]) -> Apart:
     if owner is not None and owner != str(os.getpid()) and os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
         atexit.register(_end_process)
+        _log_crashes()
     return Apart(options)
+
+
+def _log_crashes() -> None:
+    """Write where a fatal signal came from to the log of errors, unless whoever started Python wants it elsewhere."""
+    log = os.environ.get(ERROR_LOG)
+    if log is not None and not faulthandler.is_enabled():
+        with contextlib.suppress(OSError):
+            faulthandler.enable(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC), all_threads=False)
 
 
 def _end_process() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
+import os
 import platform
 import re
 import types
@@ -185,6 +186,7 @@ class VLLMSteeringConfig:
 
         ``enforce_eager`` None is True on a CPU, for its quick start, and False on a GPU, for its CUDA graphs.
         """
+        import torch
         from vllm.platforms import current_platform
 
         from chatspace_lab import __version__
@@ -204,6 +206,7 @@ class VLLMSteeringConfig:
             "max_vectors": self.max_vectors,
             "max_ops_per_layer": self.max_ops_per_layer,
             "max_capture_bytes": self.max_capture_bytes,
+            "cpu_capability": os.environ.get("ATEN_CPU_CAPABILITY") or torch.backends.cpu.get_cpu_capability(),
         }
         additional = {**(kwargs.pop("additional_config", None) or {}), wire.EXTRA: wire.Apart(options)}
         return {

@@ -8,10 +8,13 @@ import json
 import logging
 import os
 import re
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from chatspace_lab import errors
+from chatspace_lab.wire import ERROR_LOG
 
 CONFIG_PATH = "VLLM_LOGGING_CONFIG_PATH"
 HANDLER = "chatspace_lab"
@@ -25,6 +28,9 @@ SILENT = (
     "`if __name__ == '__main__':`. Otherwise the system has mostly killed the process because memory ran out: choose a "
     "smaller model or dtype, or less KV cache (kv_cache_memory_bytes). The system's log (dmesg) says whether it was so"
 )
+CRASH = re.compile(r"^Fatal Python error: (.+)", re.MULTILINE)
+"""How what Python's faulthandler writes begins."""
+PRINTED = "memory is not the cause; what the code printed is on standard error, or in Jupyter's log"
 HARMLESS = ("Failed to load plugin",)
 """How records begin whose failure ends no engine."""
 LONGEST = 400
@@ -57,6 +63,7 @@ class CauseLog:
         if not configured:
             os.pwrite(self._settings, json.dumps(_settings(path)).encode(), 0)
             os.environ[CONFIG_PATH] = f"/proc/{os.getpid()}/fd/{self._settings}"
+        os.environ[ERROR_LOG] = path
         own = logging.FileHandler(path, delay=True)
         own.name = HANDLER
         own.setLevel("ERROR")
@@ -65,6 +72,7 @@ class CauseLog:
         try:
             yield
         finally:
+            os.environ.pop(ERROR_LOG, None)
             if not configured:
                 del os.environ[CONFIG_PATH]
             _restore_own_logger()
@@ -121,14 +129,25 @@ def find(log: str) -> Cause | None:
 
     The first traceback that does not point elsewhere is it: what other processes log after that follows from it.
     """
+    log = CRASH.sub(rf"{RECORD}{FIELD}\g<0>", log)
     records = [record.partition(FIELD)[2].strip() for record in log.split(RECORD) if record.strip()]
     records = [record for record in records if not record.startswith(HARMLESS)]
-    told = [(_exception(record) if TRACEBACK in record else record.partition("\n")[0], record) for record in records]
+    told = [(_what(record), record) for record in records]
     clear = [(what, record) for what, record in told if not any(words in what for words in OPAQUE)]
-    with_traceback = [(what, record) for what, record in clear if TRACEBACK in record]
+    with_traceback = [(what, record) for what, record in clear if TRACEBACK in record or CRASH.match(record)]
     for what, record in with_traceback or clear:
         return Cause(sentence(what), record)
     return None
+
+
+def _what(record: str) -> str:
+    """Return what failed: the exception of a traceback, where native code crashed, or the record's first line."""
+    crash = CRASH.match(record)
+    if crash is None:
+        return _exception(record) if TRACEBACK in record else record.partition("\n")[0]
+    place = re.search(r'File "(.+)", line (\d+) in (\S+)', record)
+    called = "" if place is None else f", called by {place[3]} ({Path(place[1]).name}, line {place[2]})"
+    return f"native code crashed in one of its processes ({crash[1]}){called}; {PRINTED}"
 
 
 def _exception(record: str) -> str:
@@ -152,7 +171,7 @@ def start_error(error: Exception, log: CauseLog) -> errors.EngineStartError:
     cause = log.read()
     opaque = any(words in str(error) for words in OPAQUE)
     if cause is None and opaque:
-        found = errors.EngineStartError(f"the engine did not start: {SILENT}")
+        found = errors.EngineStartError(f"the engine did not start: {_ended(str(error))}")
         found.__cause__ = error
     elif cause is None or not opaque:
         found = errors.EngineStartError(f"the engine did not start: {advised(sentence(error))}")
@@ -162,6 +181,13 @@ def start_error(error: Exception, log: CauseLog) -> errors.EngineStartError:
         found.__cause__ = errors.WorkerTracebackError(cause.text)
         found.__cause__.__cause__ = error
     return found
+
+
+def _ended(said: str) -> str:
+    """Return why a process ended that logged nothing, by its exit code if ``said`` has it: {'EngineCore': -11}."""
+    codes = {-int(code) for code in re.findall(r": (-\d+)[,}]", said)}
+    names = [each.name for each in signal.Signals if each in codes and each not in (signal.SIGKILL, signal.SIGTERM)]
+    return f"{names[0]} ended one of its processes: native code crashed in it; {PRINTED}" if names else SILENT
 
 
 def advised(what: str) -> str:

@@ -202,6 +202,16 @@ def _install(worker: Any) -> None:
     }
 
 
+def _keep_compiled_code_apart() -> None:
+    """Name the CPU's instruction set in the keys of PyTorch's compile cache.
+
+    TorchInductor stores C++ code whose loops step by the width of a vector, and its key does not say which. Read under
+    another ``ATEN_CPU_CAPABILITY``, or by another machine that shares the folder, the code is built for wider vectors
+    and writes beyond its buffers. vLLM compiles parts of some models, Cohere's norms among them, even in eager mode.
+    """
+    torch.compiler.config.cache_key_tag += f" {torch.backends.cpu.get_cpu_capability()}"
+
+
 def _wrap_load_model() -> None:
     load_model = gpu_worker.Worker.load_model
     if getattr(load_model, "chatspace_lab", False):
@@ -210,8 +220,11 @@ def _wrap_load_model() -> None:
     @functools.wraps(load_model)
     def load_model_and_install(self: Any, *args: Any, **kwargs: Any) -> Any:
         tell_stage(1)
+        ours = self.vllm_config.parallel_config.worker_extension_cls == wire.EXTENSION
+        if ours:
+            _keep_compiled_code_apart()
         result = load_model(self, *args, **kwargs)
-        if self.vllm_config.parallel_config.worker_extension_cls == wire.EXTENSION:
+        if ours:
             try:
                 _install(self)
             except Exception as error:  # noqa: BLE001 - raised here, vLLM would tell the kernel only that something failed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 
@@ -86,6 +87,34 @@ def test_a_process_that_was_killed_says_nothing() -> None:
     assert "memory ran out" in str(start_error(RuntimeError(said), told))
     assert str(start_error(RuntimeError("no such model"), told)) == "the engine did not start: no such model"
     told.close()
+
+
+def test_a_crash_of_native_code_is_not_taken_for_a_lack_of_memory() -> None:
+    crash = (
+        'Fatal Python error: Aborted\n\nCurrent thread 0x1 (most recent call first):\n  File "/a/x.py", line 3 in f\n'
+    )
+    found = find(crash + log(ENGINE, "Worker proc 0 died unexpectedly (exit code: -6)"))
+    assert found is not None
+    assert found.sentence.startswith(
+        "native code crashed in one of its processes (Aborted), called by f (x.py, line 3)"
+    )
+    assert find(log(WORKER) + crash) == find(log(WORKER))
+    told = CauseLog()
+    said = "Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore_DP0': -11}"
+    assert "SIGSEGV ended one of its processes: native code" in str(start_error(RuntimeError(said), told))
+    told.close()
+
+
+def test_a_process_whose_native_code_crashes_says_where() -> None:
+    told = CauseLog()
+    with told.listening():
+        code = "import os\nfrom chatspace_lab import wire\nwire._log_crashes()\ndef forward(): os.abort()\nforward()"
+        done = subprocess.run([sys.executable, "-c", code], check=False)
+    cause = told.read()
+    told.close()
+    assert done.returncode == -signal.SIGABRT
+    assert cause is not None
+    assert "(Aborted), called by forward (<string>, line 4)" in cause.sentence
 
 
 def test_a_missing_package_is_told_with_what_to_do() -> None:
