@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
 
-from chatspace_lab.errors import MessageLocationError, RequestError
+from chatspace_lab.errors import MessageLocationError, RequestError, UnreadOptionWarning
 from chatspace_lab.locate import locate
 from chatspace_lab.special_tokens import special_ids, split_special
 
@@ -22,7 +25,8 @@ APART = re.compile(r"think|channel|reason", re.IGNORECASE)
 """Special tokens that set a part of an answer apart have names with one of these words."""
 
 CHANNEL = re.compile(
-    r"<\|channel\|>(\w+)[^<]*<\|message\|>(.*?)(?=<\|(?:end|return|call|start|channel)\|>|\Z)", re.DOTALL
+    r"<\|channel\|>(\w+)[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>(.*?)(?=<\|(?:end|return|call|start|channel)\|>|\Z)",
+    re.DOTALL,
 )
 """One part of an answer in channels: its name and its text."""
 
@@ -232,6 +236,11 @@ def render(tokenizer: Any, messages: Any, options: Mapping[str, Any] | None = No
         whether special tokens that a message's own text spells, such as ``<|im_end|>``, are sent as the ordinary text
         that they are written in. By default the model reads them as it reads those of the template.
 
+    Warns
+    -----
+    UnreadOptionWarning
+        If the template does not read one of the options.
+
     Raises
     ------
     RequestError
@@ -255,6 +264,7 @@ def render(tokenizer: Any, messages: Any, options: Mapping[str, Any] | None = No
     def template(these: list[dict[str, Any]]) -> str:
         return str(tokenizer.apply_chat_template(these, tokenize=False, **arguments))
 
+    _warn_of_unread(tokenizer, arguments)
     try:
         text = template(conversation)
     except Exception as error:
@@ -288,6 +298,27 @@ def render(tokenizer: Any, messages: Any, options: Mapping[str, Any] | None = No
         prefill=_prefill(text, contents[-1], places[-1]) if continues else "",
         messages=conversation,
     )
+
+
+def _warn_of_unread(tokenizer: Any, arguments: Mapping[str, Any]) -> None:
+    """Warn of options that neither ``apply_chat_template`` nor the template reads."""
+    own = inspect.signature(tokenizer.apply_chat_template).parameters
+    named = {name for name in arguments if name not in own or name in ("tools", "documents")}
+    if not named:
+        return
+    try:
+        template = str(tokenizer.get_chat_template(arguments.get("chat_template"), arguments.get("tools")))
+    except (AttributeError, ValueError):  # rendering says what is wrong
+        return
+    unread = sorted(name for name in named if not re.search(rf"\b{re.escape(name)}\b", template))
+    if unread:
+        near = difflib.get_close_matches(unread[0], [*own, "split_special_tokens"], 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        warnings.warn(
+            f"chat_options: this chat template does not read {', '.join(unread)}, so that it has no effect{hint}",
+            UnreadOptionWarning,
+            stacklevel=2,
+        )
 
 
 def answer(

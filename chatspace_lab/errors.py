@@ -25,7 +25,7 @@
 A model that was never compared with Hugging Face is used with an :class:`UncomparedWarning`, and an engine that runs
 otherwise than was asked for, or than is usual, with an :class:`EngineWarning`; near copies among the samples of a
 direction bring a :class:`NearCopiesWarning`, and a text whose special tokens the tokenizer doubles a
-:class:`SpecialTokenWarning`.
+:class:`SpecialTokenWarning`, and an option that a chat template does not read an :class:`UnreadOptionWarning`.
 
 An error from a worker is raised here as one of these, with the worker's traceback as its cause.
 """
@@ -149,3 +149,7 @@ class EngineWarning(UserWarning):
 
 class SpecialTokenWarning(UserWarning):
     """A text begins or ends with a special token that the tokenizer adds too, so that the model sees it twice."""
+
+
+class UnreadOptionWarning(UserWarning):
+    """The chat template does not read an option that was given for it, which therefore has no effect."""

@@ -51,7 +51,9 @@ def warn_of_doubled(tokenizer: Any, text: str, ids: Sequence[int], what: str) ->
     what
         Names the text in the warning.
     """
-    if len(ids) < 2 or (ids[0] != ids[1] and ids[-1] != ids[-2]):
+    outer = [token for token in (*ids[:1], *ids[-1:]) if ids.count(token) > 1]  # it may add several: [gMASK]<sop>
+    special = special_ids(tokenizer) if outer else frozenset()
+    if not special.intersection(outer):
         return
     own = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     before = next((at for at in range(len(ids) - len(own) + 1) if list(ids[at : at + len(own)]) == own), 0)
@@ -60,7 +62,7 @@ def warn_of_doubled(tokenizer: Any, text: str, ids: Sequence[int], what: str) ->
         *(ids[:before] if ids[:before] == own[:before] else []),
         *(ids[-after:] if own[-after:] == ids[-after:] else []),
     ]
-    doubled = [token for token in doubled if token in special_ids(tokenizer)] if before or after else []
+    doubled = [token for token in doubled if token in special] if before or after else []
     if doubled:
         names = ", ".join(map(str, tokenizer.convert_ids_to_tokens(doubled)))
         warnings.warn(

@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 import time
+import warnings
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from transformers import AddedToken, AutoTokenizer
 
 from chatspace_lab import ChatResponse, LabError, MessageBoundary
 from chatspace_lab.chat import Completion, RenderedChat, answer, is_batch, render
-from chatspace_lab.errors import MessageLocationError, RequestError
+from chatspace_lab.errors import MessageLocationError, RequestError, UnreadOptionWarning
 from tests.templates import HARMONY, LLAMA31, QWEN3, QWEN25, R1, TRIMS
 
 PLAIN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -428,6 +429,16 @@ def test_thinking_that_the_template_began(tokenizer: Any) -> None:
     assert more.to_message() == assistant("<think>\nHmm, so be it.</think>Hello.")
 
 
+def test_options_that_a_template_does_not_read_are_warned_of(tokenizer: Any) -> None:
+    for options in ({"enable_thinking": False}, {"tools": [{"type": "function"}]}, {"continue_final_mesage": True}):
+        with pytest.warns(UnreadOptionWarning, match=f"does not read {next(iter(options))}, so that it has no effect"):
+            render(tokenizer, [user("Hi")], {"chat_template": PLAIN, **options})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        render(tokenizer, [user("Hi")], {"chat_template": QWEN3, "enable_thinking": False})
+        render(tokenizer, [user("Hi")], {"chat_template": PLAIN, "add_generation_prompt": False})
+
+
 def test_an_answer_in_channels(tokenizer: Any) -> None:
     mine = with_tokens(tokenizer, *(f"<|{name}|>" for name in ("start", "channel", "message", "end", "return")))
     chat = render(mine, [user("Hi")], {"chat_template": HARMONY})
@@ -437,6 +448,9 @@ def test_an_answer_in_channels(tokenizer: Any) -> None:
     assert response.to_message() == {**assistant("Hello."), "thinking": "A greeting."}
     then = render(mine, [user("Hi"), response.to_message(), user("Bye")], {"chat_template": HARMONY})
     assert "<|channel|>final<|message|>Hello.<|end|>" in then.text
+    kinds = with_tokens(mine, "<|constrain|>")
+    final = "<|start|>assistant<|channel|>final <|constrain|>json<|message|>{}<|return|>"
+    assert answered(kinds, chat, thought + final).to_message() == {**assistant("{}"), "thinking": "A greeting."}
     assert answered(mine, chat, "<|channel|>analysis<|message|>A gree").to_message() == {
         **assistant(""),
         "thinking": "A gree",

@@ -113,7 +113,9 @@ def _numbered(groups: Iterable[Hashable] | None, count: int) -> np.ndarray:
     if isinstance(groups, str | bytes | Mapping | Set):
         raise AnalysisError(f"groups must be a list of names or numbers, one per pair, got {type(groups).__name__}")
     # Tensors are told apart by identity, so that no two of them were ever one label.
-    labels = [label.item() if isinstance(label, torch.Tensor) and label.ndim == 0 else label for label in groups]
+    labels: list[Any] = [
+        label.item() if isinstance(label, torch.Tensor) and label.ndim == 0 else label for label in groups
+    ]
     if len(labels) != count:
         raise AnalysisError(f"groups must have a label per pair, got {len(labels)} for {count} pairs")
     for at, label in enumerate(labels):

@@ -61,6 +61,8 @@ def pca_frame(
         raise AnalysisError(f"means: {bad[:8]} hold NaN, infinite entries, or numbers beyond float32")
     if not np.ptp(matrix, axis=0).any():
         raise AnalysisError("means: all vectors are the same, so there is no axis along which they differ")
+    size = float(np.abs(matrix).max())
+    matrix = matrix / size  # so that no square vanishes
     distances = np.linalg.norm(matrix - np.median(matrix, axis=0), axis=1)
     left_out = distances > FAR * np.median(distances)
     if not np.median(distances) or len(labels) - left_out.sum() <= components:
@@ -68,7 +70,7 @@ def pca_frame(
     pca = PCA(components, svd_solver="full").fit(matrix[~left_out])
     axes = pca.components_
     signs = np.sign(axes[np.arange(components), np.abs(axes).argmax(axis=1)])
-    scores = pca.transform(matrix) * signs
+    scores = pca.transform(matrix) * signs * size
     frame = pd.DataFrame(
         {
             "label": pd.Series(labels, dtype="str"),

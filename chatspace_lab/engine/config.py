@@ -56,7 +56,7 @@ class VLLMSteeringConfig:
         Workers that share each layer.
     gpu_memory_utilization
         Fraction of a GPU's memory the engine may use. On a CPU, the fraction of the free memory that the KV cache may
-        take, up to 2 GiB; ``kv_cache_memory_bytes`` sets it exactly.
+        take, up to 2 GiB; ``kv_cache_memory_bytes``, or vLLM's ``VLLM_CPU_KVCACHE_SPACE``, sets it exactly.
     max_model_len
         Longest prompt and answer together, in tokens; None is what the model was trained for.
     dtype
@@ -162,6 +162,12 @@ class VLLMSteeringConfig:
                 raise ConfigError("VLLMSteeringConfig: say model_name, not model")
             if name in REFUSED and not _is_off(self.engine_args[name]):
                 raise UnsupportedError(f"vLLM's option {name} is not supported here: {REFUSED[name]}")
+        defaults = sorted(set(self.engine_args.get("override_generation_config") or ()) - {"eos_token_id"})
+        if defaults:
+            raise UnsupportedError(
+                f"override_generation_config: {', '.join(defaults)} would have no effect; give sampling parameters "
+                f"with each call"
+            )
         if self.engine_args.get("pipeline_parallel_size", 1) != 1:
             raise UnsupportedError("pipeline parallelism is not supported: each stage would hold a part of the layers")
         for name in ("tensor_parallel_size", "max_vectors", "max_ops_per_layer", "max_capture_bytes"):
@@ -196,7 +202,7 @@ class VLLMSteeringConfig:
         if enforce_eager is not None:
             kwargs["enforce_eager"] = enforce_eager
         kwargs.setdefault("enforce_eager", on_cpu)
-        if on_cpu and "kv_cache_memory_bytes" not in kwargs:
+        if on_cpu and "kv_cache_memory_bytes" not in kwargs and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
             import psutil
 
             free = int(psutil.virtual_memory().available * self.gpu_memory_utilization)

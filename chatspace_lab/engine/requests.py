@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import difflib
 import inspect
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -139,6 +140,19 @@ def nth_seed(seed: int, turn: int) -> int:
     return seed + turn if seed + turn < 1 << 64 else seed + turn - (1 << 64)  # torch takes no larger one
 
 
+def seeds_of(prompts: Sequence[Prompt], seed: int | None) -> list[dict[str, Any]]:
+    """Return for each prompt the seed as a keyword; a prompt that is repeated has the ones that follow."""
+    if seed is None:
+        return [{} for _ in prompts]
+    before: Counter[tuple[int, ...]] = Counter()
+    seeds: list[dict[str, Any]] = []
+    for prompt in prompts:
+        key = tuple(prompt.token_ids)
+        seeds.append({"seed": nth_seed(seed, before[key])})
+        before[key] += 1
+    return seeds
+
+
 def seed_apart(submissions: Sequence[Submission]) -> None:
     """Give equal requests of one call consecutive seeds, so that each is a sample of its own.
 
@@ -219,9 +233,11 @@ def _readable(params: SamplingParams) -> SamplingParams:
     """
     if params.extra_args and wire.EXTRA in params.extra_args:
         raise RequestError(f"sampling: extra_args has {wire.EXTRA!r}, which is ours: leave it out, and say steering=")
+    from vllm.exceptions import VLLMValidationError  # a ValueError in some versions
+
     try:
         return msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=type(params))
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, VLLMValidationError) as error:
         raise RequestError(f"sampling: the engine cannot read it: {error}") from error
 
 

@@ -84,7 +84,8 @@ class RequestMethods:
     def _check_logprobs(self, ask: Ask) -> None:
         """Refuse log-probabilities that nobody would see."""
         params = self._sampling(ask.sampling_params, ask.sampling)
-        if not ask.raw_output and (params.logprobs is not None or params.prompt_logprobs is not None):
+        names = ("logprobs", "prompt_logprobs", "logprob_token_ids", "prompt_logprob_token_ids")
+        if not ask.raw_output and any(getattr(params, name, None) is not None for name in names):
             raise RequestError(
                 "sampling: logprobs and prompt_logprobs are in vLLM's own outputs: ask for raw_output=True, in "
                 "generate or chat"
@@ -110,6 +111,8 @@ class RequestMethods:
         RequestError, MessageLocationError
             Naming the prompt that cannot be used.
         """
+        if chat_options is not None and not chat:
+            raise RequestError("chat_options go with conversations, and these prompts are none")
         if chat:
             found = self._chat_prompts(prompts, chat_options)
         else:
@@ -133,6 +136,8 @@ class RequestMethods:
             check_stop(self.tokenizer, prompt.token_ids, params)
         layers = None if ask.capture_layers is None else check_capture_layers(ask.capture_layers, self.layer_count)
         capture_where = as_where(ask.capture_where)
+        if layers is None and capture_where != Where():
+            raise RequestError("capture_where says which positions are captured: say at which layers (capture_layers)")
         specs = [self._named(spec) for spec in steering_per_prompt(ask.steering, len(prompts))]
         submissions = [
             Submission(uuid.uuid4().hex[:16], prompt, params, None, index, sample)

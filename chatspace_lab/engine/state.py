@@ -94,6 +94,9 @@ class SessionSteering:
             await self._bank.acquire(program.vectors)
         if self.program is not None:
             self._bank.release(self.program.vectors)
-        self.spec, self.program = spec, program
+        self.spec, self.program = (
+            spec.apart(),
+            program,
+        )  # what is in force does not change with a vector of the caller's
         for listener in list(self.listeners):
             listener(spec)

@@ -115,8 +115,8 @@ class SessionSteeringMethods:
         return await self._in_turn(self._session.pop)
 
     def export_steering_spec(self) -> SteeringSpec:
-        """Return the session-wide steering in force; ``SteeringSpec.none()`` if there is none."""
-        return self._session.spec
+        """Return a copy of the session-wide steering in force; ``SteeringSpec.none()`` if there is none."""
+        return self._session.spec.apart()
 
     @asynccontextmanager
     async def steering(self, spec: SteeringSpec) -> AsyncIterator[None]:

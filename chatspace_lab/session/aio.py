@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from chatspace_lab.analysis.dose import EXTREME, dose_of_scale, scale_for_dose
-from chatspace_lab.chat import ChatResponse, check_conversation
+from chatspace_lab.chat import ChatResponse, check_conversation, is_batch
 from chatspace_lab.engine.fixed import Fixed
 from chatspace_lab.engine.model import VLLMSteerModel
 from chatspace_lab.engine.requests import Prompt
-from chatspace_lab.errors import HighDoseWarning, RequestError, SessionError, SteeringError
+from chatspace_lab.errors import HighDoseWarning, PromptTooLongError, RequestError, SessionError, SteeringError
 from chatspace_lab.session import store
 from chatspace_lab.session.build import build
-from chatspace_lab.session.collect import Collection, asked, one_sample
+from chatspace_lab.session.collect import Collection, asked, is_conversation, one_sample
 from chatspace_lab.session.history import History
 from chatspace_lab.session.in_force import Names, SteeringInForce
 from chatspace_lab.session.job import CURRENT, tell
@@ -74,8 +74,9 @@ class AsyncLab(Fixed):
         self.norms: dict[int, float] = {}
         self.left_out: pd.DataFrame = left_out_frame([], None)
         self.measured_on: str | None = None
+        self._stock: dict[int, float] | None = None
         model.observe(self.history)
-        self._open = frozenset(vars(self))
+        self._open = frozenset({"norms", "left_out", "measured_on"})
         self._fix()
 
     @property
@@ -286,6 +287,9 @@ class AsyncLab(Fixed):
         for name in ("capture_layers", "raw_output"):
             if options.get(name):
                 raise RequestError(f"ask: {name} is an argument of chat")
+        samples = getattr(options.get("sampling_params"), "n", options.get("n", 1))
+        if samples != 1:
+            raise RequestError(f"ask: it returns one answer, and n is {samples}; chat returns all of them")
         messages = [{"role": "user", "content": text}]
         if system is not None:
             messages.insert(0, {"role": "system", "content": system})
@@ -297,7 +301,8 @@ class AsyncLab(Fixed):
         """Measure the residual stream's norm on a prompt, unsteered; doses are relative to it from now on.
 
         Attention sinks are left out: the token at position 0, and every other one whose norm is more than three times
-        the lower quartile of the prompt's tokens at that layer. :attr:`left_out` lists them.
+        the lower quartile of the prompt's tokens at that layer. Where most tokens may be sinks, because none is much
+        longer than the others, the norms on the stock text decide. :attr:`left_out` lists them.
 
         Parameters
         ----------
@@ -313,14 +318,16 @@ class AsyncLab(Fixed):
         Raises
         ------
         RequestError
-            If there is no token but the first.
+            If there is no token but the first, or all tokens are attention sinks.
         """
         if prompt is None:
             await self._measure_stock()
         else:
             prompts = self._prepare(prompt, chat_options, max_tokens=1)
             if not await self._measure(prompts, _called(prompt)):
-                raise RequestError("measure: the prompt must have more tokens than its first, an attention sink; got 1")
+                raise RequestError(
+                    "measure: the prompt must have ordinary tokens besides its first, got only attention sinks"
+                )
         import pandas as pd
 
         counts = self.left_out.groupby("layer").size().reindex(list(self.norms), fill_value=0)
@@ -328,14 +335,17 @@ class AsyncLab(Fixed):
         return pd.DataFrame({**norms, "left_out": counts.to_numpy()})
 
     def _prepare(self, prompt: Any, chat_options: dict[str, Any] | None, **sampling: Any) -> list[Prompt]:
-        chat = _is_conversation(prompt) or (_is_several(prompt) and _is_conversation(prompt[0]))
-        for conversation in (prompt if _is_several(prompt) else [prompt]) if chat else ():
+        one = is_conversation(prompt)
+        chat = one or (is_batch(prompt) and is_conversation(prompt[0]))
+        for conversation in ([prompt] if one else prompt) if chat else ():
             check_conversation(conversation)
         return self.model.prepare(prompt, chat=chat, chat_options=chat_options, **sampling)
 
     async def _measure(self, prompts: Sequence[Prompt], name: str) -> bool:
-        """Measure on prompts; return False, with nothing changed, if one has no token but the first."""
+        """Measure on prompts; return False, with nothing changed, if one has no ordinary token but the first."""
         found = await measure(self.model, prompts)
+        if not found.plain and name != STOCK and self.model.tokenizer is not None:
+            found = await measure(self.model, prompts, await self._stock_norms())
         if not all(norm > 0 for norm in found.norms.values()):
             return False
         self.norms, self.left_out, self.measured_on = found.norms, found.left_out, name
@@ -345,6 +355,16 @@ class AsyncLab(Fixed):
         prompts = self.model.prepare(list(PLAIN_TEXTS), chat=False, max_tokens=1)
         await self._measure(prompts, STOCK)
         tell(f"doses are relative to the mean residual norm on {STOCK}; lab.measure(prompt) takes another")
+
+    async def _stock_norms(self) -> dict[int, float] | None:
+        """Return the norms on the stock text, measured once; None if it does not fit the model."""
+        if self._stock is None:
+            try:
+                prompts = self.model.prepare(list(PLAIN_TEXTS), chat=False, max_tokens=1)
+            except PromptTooLongError:
+                return None
+            self._stock = (await measure(self.model, prompts)).norms
+        return self._stock
 
     async def _known_norms(self) -> dict[int, float]:
         if not self.norms:
@@ -372,7 +392,8 @@ class AsyncLab(Fixed):
         """Run every layer with every scale as one batch, each request steered by itself.
 
         With a ``seed`` all cells share it: they are drawn with common random numbers, so that what differs between them
-        is the steering. The session-wide steering is left out. Interrupted, ``lab.partial`` has the finished part.
+        is the steering. A prompt that stands in the list several times has the seeds that follow it, in every cell. The
+        session-wide steering is left out. Interrupted, ``lab.partial`` has the finished part.
 
         Parameters
         ----------
@@ -636,6 +657,12 @@ class AsyncLab(Fixed):
 
         A vector that has the same name is replaced; the runs are numbered anew.
 
+        Warns
+        -----
+        UserWarning
+            If it was saved with a model of another name, though of the same shape: vectors of one model mean nothing to
+            another.
+
         Raises
         ------
         SessionError
@@ -648,6 +675,9 @@ class AsyncLab(Fixed):
                     f"{folder} was saved with {described['model_name']} ({name} {described[name]}); this model has "
                     f"{getattr(self.model, name)}"
                 )
+        saved, own = described["model_name"], self.model.model_name
+        if Path(saved).name != Path(own).name:
+            tell(UserWarning(f"{folder} was saved with {saved}, and this model is {own}: its vectors may not fit"))
         await self.model.apply_steering_spec(steering)
         self.vectors.update(vectors)
         for run in runs:
@@ -658,10 +688,6 @@ class AsyncLab(Fixed):
 def _called(prompt: Any) -> str:
     """Return what to call one prompt or several that were measured."""
     return f"{len(prompt)} prompts" if _is_several(prompt) else asked(prompt)
-
-
-def _is_conversation(prompt: Any) -> bool:
-    return isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Mapping)
 
 
 def _is_several(prompt: Any) -> bool:

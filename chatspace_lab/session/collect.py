@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,7 +10,7 @@ import numpy as np
 from chatspace_lab.analysis.frames import readings_frame
 from chatspace_lab.capture import CaptureHandle
 from chatspace_lab.engine.model import VLLMSteerModel
-from chatspace_lab.engine.requests import nth_seed
+from chatspace_lab.engine.requests import seeds_of
 from chatspace_lab.engine.together import together
 from chatspace_lab.errors import RequestError
 from chatspace_lab.readings import POOLS, Readings, sinks
@@ -79,6 +78,8 @@ class Collection:
     ) -> None:
         if reduce not in REDUCTIONS:
             raise RequestError(f"capture: reduce is one of {', '.join(REDUCTIONS)}, got {reduce!r}")
+        if attention_sinks and reduce != "mean":
+            raise RequestError(f"capture: attention_sinks goes with reduce='mean', not {reduce!r}")
         named = DirectionSet.of(directions, layers, model.hidden_size).names  # checked before anything runs
         if reduce == "projection" and not named:
             raise RequestError("capture: reduce='projection' needs directions={name: vector}")
@@ -92,20 +93,8 @@ class Collection:
         self._prompts = model.prepare(list(prompts), chat=chat, chat_options=chat_options, **self._options)
         self._names = [asked(prompt) for prompt in prompts]
         self._options["steering"] = steering
-        self._seeds = self._seeds_of(self._options.pop("seed", None))
+        self._seeds = seeds_of(self._prompts, self._options.pop("seed", None))
         self._kept: dict[int, Row] = {}
-
-    def _seeds_of(self, seed: int | None) -> list[dict[str, Any]]:
-        """Return for each prompt the seed as a keyword; a prompt that is repeated has the ones that follow."""
-        if seed is None:
-            return [{} for _ in self._prompts]
-        before: Counter[tuple[int, ...]] = Counter()
-        seeds: list[dict[str, Any]] = []
-        for prompt in self._prompts:
-            key = tuple(prompt.token_ids)
-            seeds.append({"seed": nth_seed(seed, before[key])})
-            before[key] += 1
-        return seeds
 
     async def run(self) -> Any:
         """Run everything, so many at once as memory allows. What is finished stays, also when this is cancelled."""
@@ -190,10 +179,10 @@ def asked(prompt: Any) -> str:
     """Return what to call a prompt that can be used: its text, or the last message's."""
     if isinstance(prompt, str):
         return prompt
-    if isinstance(prompt, Sequence) and isinstance(prompt[0], str):  # a list of one prompt
-        return str(prompt[0])
     if is_conversation(prompt):
         return str(prompt[-1].get("content") or "")
+    if isinstance(prompt, Sequence) and isinstance(prompt[0], str | Sequence | Mapping):  # a list of one prompt
+        return asked(prompt[0])
     ids = prompt["prompt_token_ids"] if isinstance(prompt, Mapping) else prompt
     return f"{len(ids)} token ids"
 

@@ -32,31 +32,45 @@ class Names:
     def __init__(self, vectors: Callable[[], Mapping[str, Any]], layer_count: int) -> None:
         self._vectors, self._layers = vectors, range(layer_count)
         self._given: dict[bytes, str] = {}
+        self._called: dict[str, Any] = {}  # by name the vector that it stood for the last time
 
     def note(self, vector: Any, operations: Mapping[int, Operation]) -> None:
         """Remember what ``vector``, the argument of a call, is called: a name, or a direction that has one."""
         name = vector if isinstance(vector, str) else getattr(vector, "name", None)
         if isinstance(name, str) and name:
+            self._called[name] = self._vectors().get(name) if isinstance(vector, str) else vector
             self._given.update((content_key(each.vector), name) for each in operations.values())
 
     def forget(self) -> None:
         """Forget what :meth:`note` was told."""
         self._given.clear()
+        self._called.clear()
 
     def known(self) -> dict[bytes, str]:
-        """Return the names known now, by the contents of a vector as given and at unit length."""
-        found = dict(self._given)
-        for name, vector in dict(self._vectors()).items():
-            parts = [vector]
-            if is_per_layer(vector):
-                layers = list(vector if isinstance(vector, Mapping) else vector.layers)
-                parts = [at_layer(vector, layer, name) for layer in layers]
-            for part in parts:
-                try:
-                    found.update({content_key(make(part, name)): name for make in (as_vector, as_direction)})
-                except LabError:  # a value that is no vector, or zero
-                    continue
+        """Return the names known now, by the contents of a vector as given and at unit length.
+
+        A vector whose name stands for another one since is told as ``"joy (replaced)"``.
+        """
+        now = {name: _keys(vector, name) for name, vector in {**self._called, **dict(self._vectors())}.items()}
+        found = {key: name if key in now[name] else f"{name} (replaced)" for key, name in self._given.items()}
+        for name in self._vectors():
+            found.update(dict.fromkeys(now[name], name))
         return found
+
+
+def _keys(vector: Any, name: str) -> set[bytes]:
+    """Return the contents of a vector, or of those that it holds per layer, as given and at unit length."""
+    parts = [vector]
+    if is_per_layer(vector):
+        layers = list(vector if isinstance(vector, Mapping) else vector.layers)
+        parts = [at_layer(vector, layer, name) for layer in layers]
+    found = set()
+    for part in parts:
+        try:
+            found |= {content_key(make(part, name)) for make in (as_vector, as_direction)}
+        except LabError:  # a value that is no vector, or zero
+            continue
+    return found
 
 
 @dataclass(frozen=True, eq=False, repr=False)

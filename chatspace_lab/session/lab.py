@@ -44,6 +44,7 @@ from chatspace_lab.session.stream import LabStream
 from chatspace_lab.steering.names import directions_named
 from chatspace_lab.steering.program import check_layer
 from chatspace_lab.steering.specs import SteeringSpec
+from chatspace_lab.steering.vectors import as_list
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -55,7 +56,7 @@ T = TypeVar("T")
 MISUSE = (AnalysisError, CaptureError, MessageLocationError, RequestError, SteeringError)
 """Errors about what the caller gave."""
 
-_running: list[LabSession] = []
+_running: list[LabSession] = globals().get("_running", [])  # a reload of this module keeps them
 _making = threading.RLock()
 
 
@@ -354,9 +355,8 @@ class LabSession(Fixed):
         ``directions`` are ``{name: vector}``, or names in :attr:`vectors`.
         """
         from chatspace_lab.analysis.frames import token_frame
-        from chatspace_lab.capture import CaptureHandle
 
-        several = [handles] if isinstance(handles, CaptureHandle) else list(handles)
+        several = as_list(handles)
         if any(getattr(handle, "state", None) != "fetched" for handle in several):
             self._call("fetch", lambda: self._model.fetch_captures_batch(several))
         return token_frame(several, self.tokenizer, directions_named(directions, self.vectors), layers)

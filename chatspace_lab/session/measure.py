@@ -12,7 +12,7 @@ from chatspace_lab.analysis.tokens import token_texts
 from chatspace_lab.engine.model import VLLMSteerModel
 from chatspace_lab.engine.requests import Prompt
 from chatspace_lab.errors import RequestError
-from chatspace_lab.readings import typical_norms
+from chatspace_lab.readings import SINK, mean_without, typical_norms
 from chatspace_lab.steering.specs import SteeringSpec
 from chatspace_lab.steering.vectors import as_number
 
@@ -57,25 +57,39 @@ class Measured(NamedTuple):
         Layer to the mean norm, attention sinks left out; NaN where no token is left. Of several prompts the mean.
     left_out
         The tokens that were left out, :data:`LEFT_OUT` its columns.
+    plain
+        Whether the norms are those of ordinary tokens. They may not be where no token of a prompt is much longer than
+        the others at any layer: its model has no attention sinks, or most of its tokens are some.
     """
 
     norms: dict[int, float]
     left_out: pd.DataFrame
+    plain: bool
 
 
 LEFT_OUT = ("prompt_index", "layer", "position", "token_id", "token", "norm", "times")
 
 
-async def measure(model: VLLMSteerModel, prompts: Sequence[Prompt]) -> Measured:
-    """Run prompts unsteered, and measure the residual stream's norm at every layer."""
+async def measure(
+    model: VLLMSteerModel, prompts: Sequence[Prompt], usual: Mapping[int, float] | None = None
+) -> Measured:
+    """Run prompts unsteered, and measure the residual stream's norm at every layer.
+
+    ``usual``, if given, is the norm of ordinary tokens per layer: where those of a prompt are more than :data:`SINK`
+    times longer on average, its tokens that are so long are left out too.
+    """
     layers = range(model.layer_count)
-    found, rows = [], list[tuple[Any, ...]]()
+    found, rows, plain = [], list[tuple[Any, ...]](), True
+    most = np.array([SINK * usual[layer] if usual else np.inf for layer in layers])[:, None]
     for index, readings in enumerate(await _read(model, prompts, layers, None)):
         means, left_out = typical_norms(readings.norm, readings.positions)
-        found.append(means)
+        plain = plain and bool((readings.norm.max(axis=1) > SINK * means).any())
+        left_out |= (means[:, None] > most) & (readings.norm > most)
+        found.append(mean_without(readings.norm, left_out))
         rows += left_out_rows(index, layers, readings.norm, left_out, readings.positions, readings.token_ids)
     norms = np.mean(found, axis=0)
-    return Measured(dict(zip(layers, map(float, norms), strict=True)), left_out_frame(rows, model.tokenizer))
+    by_layer = dict(zip(layers, map(float, norms), strict=True))
+    return Measured(by_layer, left_out_frame(rows, model.tokenizer), plain or usual is not None)
 
 
 async def plain_projections(model: VLLMSteerModel, vectors: Mapping[int, Any]) -> dict[int, np.ndarray]:

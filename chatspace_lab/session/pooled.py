@@ -60,7 +60,7 @@ class PooledActivations:
         """
         if layer_idx not in self.layers:
             raise RequestError(f"layer {layer_idx} was not captured, only {list(self.layers)}")
-        return self.values[:, self.layers.index(layer_idx)]
+        return self.values[:, self.layers.index(layer_idx)].copy()  # a view would keep all layers in memory
 
     def by_layer(self) -> dict[int, np.ndarray]:
         """Return ``{layer: [prompts, hidden_size]}``, as the directions of :mod:`chatspace_lab.analysis` take it."""

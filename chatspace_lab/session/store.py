@@ -132,14 +132,19 @@ def _vectors_to_json(vectors: Mapping[str, Any], tensors: Tensors, hidden_size: 
     kept = {}
     for name, vector in dict(vectors).items():
         own: Tensors = {}
+        if not isinstance(name, str):
+            warnings.warn(
+                f"lab.vectors[{name!r}] is not saved: names must be text, got {type(name).__name__}", stacklevel=4
+            )
+            continue
         try:
-            kept[str(name)] = _vector_to_json(vector, own)
-            json.dumps(kept[str(name)])
+            kept[name] = _vector_to_json(vector, own)
+            json.dumps(kept[name])
             for tensor in own.values():
                 if tensor.shape != (hidden_size,):
                     raise ValueError(f"it has {tensor.numel()} entries, and hidden_size is {hidden_size}")
         except (LabError, TypeError, ValueError) as error:
-            kept.pop(str(name), None)
+            kept.pop(name, None)
             warnings.warn(f"lab.vectors[{name!r}] is not saved, it is no vector of this model: {error}", stacklevel=4)
         else:
             tensors.update(own)

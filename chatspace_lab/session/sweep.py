@@ -12,7 +12,7 @@ import torch
 
 from chatspace_lab.analysis.text import perplexity, repetition
 from chatspace_lab.engine.model import VLLMSteerModel
-from chatspace_lab.engine.requests import Prompt
+from chatspace_lab.engine.requests import Prompt, seeds_of
 from chatspace_lab.engine.together import together
 from chatspace_lab.errors import RequestError, SteeringError
 from chatspace_lab.readings import Readings, mean_without, sinks
@@ -101,6 +101,7 @@ class Grid:
         self._model, self._prompts, self._cells = model, list(prompts), list(cells)
         self._operation, self._bound, self._read_layer, self._norms = operation, bound, read_layer, norms
         self._perplexity, self._score, self._reader, self._sampling = perplexity, score, reader, sampling
+        self._seeds = seeds_of(self._prompts, sampling.get("seed"))
         self._rows: dict[tuple[int, int], tuple[Any, ...]] = {}
 
     async def run(self) -> pd.DataFrame:
@@ -128,7 +129,7 @@ class Grid:
             capture_layers=[layer],
             capture_where="answer",
             raw_output=True,
-            **self._sampling,
+            **{**self._sampling, **self._seeds[prompt_index]},
         )
         async with handle:
             readings = await handle.read({"v": cell.vector})
@@ -224,6 +225,8 @@ def lay_out(
         raise RequestError(f"sweep: operation is one of {', '.join(OPERATIONS)}, got {operation!r}")
     if bound not in BOUNDS:
         raise RequestError(f"sweep: bound is one of {', '.join(BOUNDS)}, got {bound!r}")
+    if bound != "max" and operation != "cap":
+        raise RequestError(f"sweep: bound is that of a cap, and operation is {operation!r}")
     if (scales is None) == (doses is None):
         raise RequestError("sweep: give scales or doses, one of the two: doses=[0.0, 0.1, 0.2, 0.4], for example")
     if doses is not None and operation == "ablate":

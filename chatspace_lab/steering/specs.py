@@ -17,6 +17,7 @@ requests (:data:`chatspace_lab.wire.LARGEST`).
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -145,6 +146,14 @@ class AblationSpec(_ByValue):
 Operation = AddSpec | ProjectionCapSpec | AblationSpec
 
 
+def _apart(operation: Operation) -> Any:
+    """Return an equal operation with a vector of its own."""
+    found = copy.copy(operation)
+    vector = operation.vector
+    object.__setattr__(found, "vector", vector.clone() if isinstance(vector, torch.Tensor) else vector)
+    return found
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class LayerSteeringSpec(_ByValue):
     """The operations on one layer, in the order in which they act.
@@ -203,6 +212,12 @@ class LayerSteeringSpec(_ByValue):
         """All operations in the order in which they act."""
         named = (self.add, self.projection_cap, self.ablation)
         return tuple(self.operations) or tuple(op for op in named if op is not None)
+
+    def apart(self) -> LayerSteeringSpec:
+        """Return an equal spec with vectors of its own."""
+        named = {"add": self.add, "projection_cap": self.projection_cap, "ablation": self.ablation}
+        copies = {name: _apart(each) for name, each in named.items() if each is not None}
+        return replace(self, operations=tuple(map(_apart, self.operations)), **copies)
 
     def without(self, kind: type) -> LayerSteeringSpec | None:
         """Return this spec without its operations of one kind; None if none is left."""
@@ -310,6 +325,10 @@ class SteeringSpec(_ByValue):
     def names(self) -> tuple[str, ...]:
         """The names that stand for vectors, which a lab or a model looks up; counted once, since every request asks."""
         return tuple(str(operation.vector) for _, operation in self if isinstance(operation.vector, str))
+
+    def apart(self) -> SteeringSpec:
+        """Return an equal spec with vectors of its own: an edit in place of one spec does not reach the other."""
+        return SteeringSpec({at: spec.apart() for at, spec in self.layers.items()}, self.where) if self else self
 
     def with_layer(self, layer: int, spec: LayerSteeringSpec | None) -> SteeringSpec:
         """Return this spec with the operations of one layer replaced, or removed with None."""

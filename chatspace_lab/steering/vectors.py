@@ -34,7 +34,7 @@ def as_vector(value: Any, what: str) -> torch.Tensor:
         If it is not a vector of finite numbers.
     """
     try:
-        tensor = _tensor(value)
+        given = tensor = _tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         one = "; take one layer's vector of it: .raw(layer) or .at(layer)" if hasattr(value, "raw") else ""
         raise SteeringError(f"{what}: expected a vector of numbers, got {type(value).__name__}{one}") from error
@@ -50,6 +50,8 @@ def as_vector(value: Any, what: str) -> torch.Tensor:
     if not bool(torch.isfinite(tensor).all()):
         bad = int((~torch.isfinite(tensor)).sum())
         raise SteeringError(f"{what}: {bad} of {tensor.numel()} entries are NaN or infinite")
+    if not bool(tensor.any()) and bool((given != 0).any()):
+        raise SteeringError(f"{what}: all entries are too small for float32; give the vector at a larger length")
     return tensor
 
 
@@ -60,7 +62,9 @@ def _tensor(value: Any) -> torch.Tensor:
     array = np.asarray(value)
     if array.dtype.kind in "iuf":
         with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite
-            array = array.astype(np.float32, order="C")
+            array = array.astype(
+                np.float64 if array.dtype.kind == "f" and array.itemsize > 4 else np.float32, order="C"
+            )
     return torch.as_tensor(array)
 
 

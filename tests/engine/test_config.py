@@ -124,6 +124,18 @@ def test_what_is_off_is_fine(options: dict[str, Any]) -> None:
     assert VLLMSteeringConfig("m", **options).engine_args == options
 
 
+def test_a_setting_that_nothing_reads_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="override_generation_config: temperature would have no effect"):
+        VLLMSteeringConfig("m", override_generation_config={"temperature": 0.0, "eos_token_id": 2})
+    VLLMSteeringConfig("m", override_generation_config={"eos_token_id": 2})
+
+
+def test_the_cache_is_as_large_as_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert VLLMSteeringConfig("m").engine_kwargs(None)["kv_cache_memory_bytes"] > 0
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    assert "kv_cache_memory_bytes" not in VLLMSteeringConfig("m").engine_kwargs(None)
+
+
 def test_positions_and_copies() -> None:
     config = VLLMSteeringConfig("m", 2, 0.5, 100, "float32", max_num_seqs=3)
     assert (config.tensor_parallel_size, config.gpu_memory_utilization, config.max_model_len) == (2, 0.5, 100)

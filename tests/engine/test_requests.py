@@ -144,7 +144,8 @@ def test_equal_requests_are_samples_and_others_are_drawn_with_common_noise() -> 
 def test_a_special_token_that_the_tokenizer_doubles_is_warned_of(demo_model_path: str, ends: bool) -> None:
     tokenizer = AutoTokenizer.from_pretrained(demo_model_path)
     single = "<|im_start|> $A <|im_end|>" if ends else "<|im_start|> $A"
-    special = [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("<|im_start|>", "<|im_end|>")]
+    names = ("<|im_start|>", "<|im_end|>")
+    special = [(name, tokenizer.convert_tokens_to_ids(name)) for name in names]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=special)
     assert tokenizer("Hi")["input_ids"][0] == 1
     for text in ["The river", "A <|im_start|><|im_start|> in the midst", [1, 1, 5], {"prompt_token_ids": [1, 1, 5]}]:
@@ -158,6 +159,12 @@ def test_a_special_token_that_the_tokenizer_doubles_is_warned_of(demo_model_path
     if ends:
         with pytest.warns(SpecialTokenWarning, match=r"adds <\|im_end\|>,"):
             prompts_from("The river<|im_end|>", tokenizer, 49152)
+    begin = "<|im_start|><|im_end|>"  # a tokenizer that adds two
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{' '.join(names)} $A", special_tokens=special
+    )
+    with pytest.warns(SpecialTokenWarning, match=r"adds <\|im_start\|>, <\|im_end\|>, and the text has it already"):
+        prompts_from(f"{begin}The river", tokenizer, 49152)
     demo = AutoTokenizer.from_pretrained(demo_model_path)  # adds nothing: who writes two wants two
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -41,6 +41,7 @@ from chatspace_lab.errors import (
     RequestError,
     SessionError,
     SteeringError,
+    UnreadOptionWarning,
 )
 from chatspace_lab.session import AsyncLab
 from chatspace_lab.session.collect import AT_ONCE
@@ -296,6 +297,24 @@ def test_the_scale_of_a_dose_is_that_of_ordinary_tokens_wherever_the_attention_s
         assert at_15["token"].tolist()[:bos] == ["<|im_start|>"] * bos
         assert frame["left_out"][15] == len(at_15)
     np.testing.assert_allclose(scales, np.broadcast_to(scales[0], (4, 2)), rtol=0.15)
+
+
+def test_a_prompt_of_attention_sinks_is_no_measure_of_a_dose(lab: LabSession, hf: Oracle) -> None:
+    usual = lab.measure()["norm"].to_numpy()
+    [river] = lab.tokenizer(["The river flows"])["input_ids"]
+    begins = [1] * 20 + river[:2]  # <|im_start|>
+    assert (hf.residuals(begins)[15].norm(dim=-1) > 1e4).sum() == 20
+    frame = lab.measure(begins)
+    np.testing.assert_allclose(frame["norm"][3:], usual[3:], rtol=0.35)
+    assert frame["left_out"][15] == 20
+    assert (hf.residuals(lab.tokenizer("The The The The")["input_ids"])[15].norm(dim=-1) > 1e4).all()
+    before = dict(lab.norms)
+    for prompt in ("The The The The", [1] * 8, [1]):
+        with pytest.raises(RequestError, match="got only attention sinks"):
+            lab.measure(prompt)
+    assert lab.norms == before
+    grid = lab.sweep([1] * 8, [15], torch.ones(lab.hidden_size), doses=[0.1], perplexity=False, **GREEDY)
+    assert grid["scale"][0] * 24 == pytest.approx(0.1 * usual[15], rel=0.01)  # 24 is the vector's length
 
 
 def test_a_mean_over_a_prompt_leaves_out_attention_sinks_and_says_which(lab: LabSession, hf: Oracle) -> None:
@@ -806,6 +825,67 @@ def test_prompts_that_are_repeated_are_samples_in_captures_too(lab: LabSession) 
     assert lab.generate("The river", **{**drawn, "seed": 5}) == [eight[5]]
     grid = lab.sweep("The river", [3, 5], torch.ones(lab.hidden_size), [0.0], perplexity=False, **drawn)
     assert grid["text"].tolist() == [eight[0]] * 2  # all cells are drawn alike
+    grid = lab.sweep(["The river"] * 3, [3], torch.ones(lab.hidden_size), [0.0, 1e-9], perplexity=False, **drawn)
+    assert grid["text"].tolist() == eight[:3] * 2  # and each repeat by itself
+
+
+def test_arguments_that_would_have_no_effect(lab: LabSession) -> None:
+    v, chat, text = torch.ones(lab.hidden_size), [{"role": "user", "content": "Hi"}], "The river"
+    options = {"add_generation_prompt": False}
+    before = len(lab.history)
+    for said, do in (
+        ("n is 3", lambda: lab.ask("Hi", n=3, temperature=1.0)),
+        ("n is 2", lambda: lab.ask("Hi", sampling_params=SamplingParams(n=2))),
+        ("capture_where says", lambda: lab.generate(text, capture_where="answer", **GREEDY)),
+        ("capture_where says", lambda: lab.chat(chat, capture_where=Where.messages(0), **GREEDY)),
+        ("capture_where says", lambda: lab.stream(text, capture_where="answer", **GREEDY)),
+        ("attention_sinks goes with", lambda: lab.capture([text], 3, "last", attention_sinks=True)),
+        ("chat_options go with", lambda: lab.capture([text], 3, chat_options=options)),
+        ("chat_options go with", lambda: lab.measure(text, chat_options=options)),
+        ("chat_options go with", lambda: lab.sweep(text, 3, v, [1.0], chat_options=options)),
+        ("bound is that of a cap", lambda: lab.sweep(text, 3, v, [1.0], bound="min")),
+        ("raw_output=True", lambda: lab.generate(text, logprob_token_ids=[1], **GREEDY)),
+        ("repetition_detection|min_count", lambda: lab.generate(text, repetition_detection={"max_pattern_size": 2})),
+    ):
+        with pytest.raises(RequestError, match=said):
+            do()
+    for name in ("history", "model", "names"):
+        with pytest.raises(ReadOnlyError, match="setting it has no effect"):
+            setattr(lab.aio, name, None)
+    assert len(lab.history) == before
+    with pytest.warns(UnreadOptionWarning, match=r"add_generation_promt, .*did you mean add_generation_prompt\?"):
+        lab.chat(chat, chat_options={"add_generation_promt": False}, **GREEDY)
+
+
+def test_an_edit_of_a_spec_that_is_in_force_changes_neither_it_nor_what_is_said_of_it(
+    lab: LabSession, v: torch.Tensor
+) -> None:
+    spec = SteeringSpec.at(4, AddSpec(v, 2.0))
+    lab.apply_steering_spec(spec)
+    exported = lab.export_steering_spec()
+    for edited in (spec, exported):
+        edited.layers[4].add.vector.mul_(3.0)
+    want = SteeringSpec.at(4, AddSpec(v, 2.0))
+    assert lab.export_steering_spec() == lab.in_force().spec == want
+    lab.steer(6, v, 1.0)
+    assert lab.export_steering_spec().layers[4] == want.layers[4]
+    lab.apply_steering_spec(exported)  # set again, it counts
+    assert torch.equal(lab.export_steering_spec().layers[4].add.vector, 3 * v)
+
+
+def test_a_layer_of_a_capture_keeps_no_other_in_memory(lab: LabSession) -> None:
+    pooled = lab.capture(["The river"], [3, 4, 5], "last")
+    assert pooled.layer(4).base is None
+    np.testing.assert_array_equal(pooled.layer(4), pooled.values[:, 1])
+
+
+def test_a_list_of_one_conversation_is_one_prompt(lab: LabSession) -> None:
+    chat = [{"role": "user", "content": "Name a river."}]
+    alone, several = (lab.measure(prompt)["norm"] for prompt in (chat, [chat]))
+    assert alone.equals(several)
+    assert lab.measured_on == "Name a river."
+    grids = [lab.sweep(each, 3, torch.ones(lab.hidden_size), [0.0], **GREEDY) for each in (chat, [chat])]
+    assert grids[0].equals(grids[1])
 
 
 def test_what_a_lab_does_not_read_cannot_be_set(lab: LabSession, demo_model_path: str) -> None:
@@ -916,6 +996,10 @@ def test_a_saved_session_comes_back(lab: LabSession, v: torch.Tensor, tmp_path: 
     np.testing.assert_array_equal(lab.history[1].readings.values, readings.values)
     lab.load(folder)  # a cell that is run again
     assert len(lab.history) == 3
+    saved["model"]["model_name"] = "/models/another"
+    (folder / "session.json").write_text(json.dumps(saved))
+    with pytest.warns(UserWarning, match="was saved with /models/another, and this model is .*may not fit"):
+        lab.load(folder)
     saved["model"]["layer_count"] = 12
     (folder / "session.json").write_text(json.dumps(saved))
     with pytest.raises(SessionError, match=r"was saved with .* \(layer_count 12\); this model has 30"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,6 +81,33 @@ def test_session_steering_by_name(named: LabSession) -> None:
     with named.steering(SteeringSpec(alone)):
         assert named.export_steering_spec() == wanted
     assert not named.export_steering_spec()
+
+
+def test_a_name_that_stands_for_another_vector_since(named: LabSession) -> None:
+    """What is in force, and what a run had, is never told by the name of another vector."""
+    named.steer(4, "sea", 2.0)
+    named.generate("The river", **ONE)
+    named.vectors["sea"] = -named.vectors["sea"]
+    shown = repr(named.steer(6, "sea", 2.0))
+    assert "add sea (replaced) @ 4: " in shown
+    assert "add sea @ 6: " in shown
+    assert "·sea (replaced) (" in named.history.frame()["steering"].iloc[-1]
+    named.vectors["sea"].mul_(2.0)  # edited in place
+    assert "add sea (replaced) @ 4, 6: " in repr(named.in_force())
+    del named.vectors["sea"]
+    other = Direction("sea", {5: torch.ones(named.hidden_size)})
+    assert "add sea @ 5: " in repr(named.steer(5, other, 2.0))
+    assert "add sea (replaced) @ 4, 6: " in repr(named.in_force())
+
+
+def test_names_that_are_no_text_are_not_saved(named: LabSession, tmp_path: Path) -> None:
+    named.vectors.update({"1": named.vectors["sea"], 1: -named.vectors["sea"]})  # type: ignore[dict-item]
+    with pytest.warns(UserWarning, match=r"lab.vectors\[1\] is not saved: names must be text, got int"):
+        named.save(tmp_path / "session")
+    sea = named.vectors["sea"]
+    named.vectors.clear()
+    named.load(tmp_path / "session")
+    assert torch.equal(named.vectors["1"], sea)
 
 
 def test_requests_by_name(named: LabSession) -> None:

@@ -83,3 +83,11 @@ print(shown)
     assert lines[1].startswith("EngineStartError 'no*name' is neither a folder nor a model's name")
     assert lines[2] == "ConfigError model ./no-folder: there is no such folder"
     assert lines[3] == "['downloading the model']"
+
+
+def test_a_reload_of_the_module_forgets_no_lab() -> None:
+    code = (
+        "import importlib, chatspace_lab.session.lab as m; m._running.append(1); importlib.reload(m); print(m._running)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[1]"

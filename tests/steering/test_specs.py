@@ -74,6 +74,15 @@ def test_vectors_that_can(vector: Any) -> None:
     assert torch.equal(AblationSpec(vector).vector, V / 5)
 
 
+def test_a_vector_that_is_too_small_for_float32_does_not_become_zero() -> None:
+    for make in (AddSpec, AblationSpec):
+        for vector in (np.full(4, 1e-60), torch.full((4,), 1e-60, dtype=torch.float64), [1e-60, 0.0]):
+            with pytest.raises(SteeringError, match="too small for float32"):
+                make(vector)
+    assert AddSpec(np.full(4, 1e-45)).vector.all()  # float32 holds it, with few digits
+    assert not AddSpec(np.zeros(4)).vector.any()
+
+
 def test_what_is_stored() -> None:
     """AddSpec keeps the vector as given; directions are stored at unit length."""
     assert torch.equal(AddSpec(V, 2).vector, V)
