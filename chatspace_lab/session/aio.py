@@ -431,6 +431,8 @@ class AsyncLab(Fixed):
             :func:`chatspace_lab.analysis.sweep_cells` gives mean and spread over the prompts.
         """
         one_sample("sweep", sampling)
+        if bound != "max" and operation != "cap":
+            raise RequestError(f"sweep: bound is that of a cap, and operation is {operation!r}")
         named = vector_named(vector, self.vectors, "sweep")
         plan = lay_out(self.model, layers, named, scales, operation, doses, bound)
         if read_layer is not None:

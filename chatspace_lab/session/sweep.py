@@ -225,8 +225,6 @@ def lay_out(
         raise RequestError(f"sweep: operation is one of {', '.join(OPERATIONS)}, got {operation!r}")
     if bound not in BOUNDS:
         raise RequestError(f"sweep: bound is one of {', '.join(BOUNDS)}, got {bound!r}")
-    if bound != "max" and operation != "cap":
-        raise RequestError(f"sweep: bound is that of a cap, and operation is {operation!r}")
     if (scales is None) == (doses is None):
         raise RequestError("sweep: give scales or doses, one of the two: doses=[0.0, 0.1, 0.2, 0.4], for example")
     if doses is not None and operation == "ablate":
