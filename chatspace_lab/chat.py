@@ -302,7 +302,9 @@ def render(tokenizer: Any, messages: Any, options: Mapping[str, Any] | None = No
 
 def _warn_of_unread(tokenizer: Any, arguments: Mapping[str, Any]) -> None:
     """Warn of options that neither ``apply_chat_template`` nor the template reads."""
-    own = inspect.signature(tokenizer.apply_chat_template).parameters
+    from transformers import PreTrainedTokenizerBase  # the engine's own tokenizer may be wrapped
+
+    own = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
     named = {name for name in arguments if name not in own or name in ("tools", "documents")}
     if not named:
         return

@@ -433,8 +433,13 @@ def test_options_that_a_template_does_not_read_are_warned_of(tokenizer: Any) -> 
     for options in ({"enable_thinking": False}, {"tools": [{"type": "function"}]}, {"continue_final_mesage": True}):
         with pytest.warns(UnreadOptionWarning, match=f"does not read {next(iter(options))}, so that it has no effect"):
             render(tokenizer, [user("Hi")], {"chat_template": PLAIN, **options})
+    wrapped = copy.copy(tokenizer)  # as vLLM's thread pool of tokenizers does
+    wrapped.apply_chat_template = lambda *args, **kwargs: tokenizer.apply_chat_template(*args, **kwargs)
+    with pytest.warns(UnreadOptionWarning, match=r"continue_final_mesage, .*did you mean continue_final_message\?"):
+        render(wrapped, [user("Hi")], {"chat_template": PLAIN, "continue_final_mesage": True})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        render(wrapped, [user("Hi"), assistant("A")], {"chat_template": PLAIN, "continue_final_message": True})
         render(tokenizer, [user("Hi")], {"chat_template": QWEN3, "enable_thinking": False})
         render(tokenizer, [user("Hi")], {"chat_template": PLAIN, "add_generation_prompt": False})
 
