@@ -315,7 +315,7 @@ def _warn_of_unread(tokenizer: Any, arguments: Mapping[str, Any]) -> None:
     unread = sorted(name for name in named if not re.search(rf"\b{re.escape(name)}\b", template))
     if unread:
         near = difflib.get_close_matches(unread[0], [*own, "split_special_tokens"], 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = f"; did you mean {near[0]}?" if near and near[0] not in unread else ""
         warnings.warn(
             f"chat_options: this chat template does not read {', '.join(unread)}, so that it has no effect{hint}",
             UnreadOptionWarning,
