@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Awaitable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 import torch
@@ -49,9 +49,11 @@ class CaptureHandle:
     """The activations of one request: a row per token that the model computed, at each captured layer.
 
     There are ``prompt + generated − 1`` rows (those of them that ``capture_where`` chose): the last generated token is
-    sampled but never computed. The rows stay in
-    the workers until :meth:`fetch` (or ``model.fetch_captures_batch``, for many at once). A handle frees them when it
-    is closed, or left as a context manager; one that is dropped without either warns.
+    sampled but never computed. The rows stay in the workers until they are fetched. A handle frees them when it is
+    closed, or left as a context manager; one that is dropped without either warns.
+
+    A model returns :class:`AsyncCaptureHandle`, whose ``fetch``, ``read`` and ``pool`` are awaited. A lab returns
+    :class:`chatspace_lab.session.handle.LabCaptureHandle`, where the same methods block.
 
     Attributes
     ----------
@@ -182,72 +184,24 @@ class CaptureHandle:
             raise CaptureError(f"layer {layer_idx} was not captured, only {list(self.layer_indices)}")
         return captures[layer_idx][0]["hidden"]
 
-    async def fetch(self) -> CaptureHandle:
-        """Bring the rows into this process and return the handle; a second time does nothing.
-
-        This must be awaited. ``lab.fetch_captures_batch(handle)`` does it without ``await``.
-        """
+    async def _fetch(self) -> None:
         await self._source.fetch([self])
-        return self
 
-    async def read(
-        self, directions: Mapping[str, Any] | None = None, *, layers: Sequence[int] | None = None
-    ) -> Readings:
-        """Return each row's norm, and its projection on directions; the rows stay where they are.
-
-        Parameters
-        ----------
-        directions
-            ``{name: vector}`` or ``{name: {layer: vector}}``; a vector has ``[hidden_size]`` entries, of any length but
-            zero.
-        layers
-            Of the captured ones; None is all.
-
-        Raises
-        ------
-        CaptureError, CaptureClosedError, RequestError, SteeringError
-        """
+    async def _read(self, directions: Mapping[str, Any] | None, layers: Sequence[int] | None) -> Readings:
         chosen = self.check_layers(layers)
         laid = DirectionSet.of(directions, chosen, self._hidden_size)
         values = (await self._source.reduce([self], chosen, "read", laid.units))[0]
         return self.label(values, laid)
 
-    async def pool(self, how: str = "mean", *, layers: Sequence[int] | None = None, sinks: bool = True) -> torch.Tensor:
-        """Return one row per layer, ``[layers, hidden_size]`` float32: the ``"mean"`` over rows, or the ``"last"`` row.
-
-        Parameters
-        ----------
-        layers
-            Of the captured ones; None is all.
-        sinks
-            Whether attention sinks (:mod:`chatspace_lab.readings`) count in a mean. They are up to a hundred times
-            longer than all other rows: a mean with one is a mean of that one.
-
-        Raises
-        ------
-        CaptureError, CaptureClosedError, RequestError
-        """
+    async def _pool(self, how: str, layers: Sequence[int] | None, sinks: bool) -> torch.Tensor:
         if how not in POOLS:
-            raise RequestError(f"pool: one of {', '.join(POOLS)}, got {how!r}")
+            raise RequestError(f"pool: how must be one of {', '.join(POOLS)}, got {how!r}")
         if how == "mean" and not sinks:
-            return (await self.pool_typical(layers=layers))[0]
+            return (await self._pool_typical(layers))[0]
         chosen = self.check_layers(layers)
         return torch.from_numpy((await self._source.reduce([self], chosen, how, NO_UNITS))[0])
 
-    async def pool_typical(self, *, layers: Sequence[int] | None = None) -> tuple[torch.Tensor, np.ndarray]:
-        """Return the mean over the rows that are no attention sinks, and the norm of every row.
-
-        Returns
-        -------
-        means : torch.Tensor
-            ``[layers, hidden_size]`` float32.
-        norms : numpy.ndarray
-            ``[layers, rows]`` float32; :func:`chatspace_lab.readings.sinks` of it says which rows were left out.
-
-        Raises
-        ------
-        CaptureError, CaptureClosedError
-        """
+    async def _pool_typical(self, layers: Sequence[int] | None) -> tuple[torch.Tensor, np.ndarray]:
         chosen = self.check_layers(layers)
         values = (await self._source.reduce([self], chosen, TYPICAL, NO_UNITS))[0]
         return torch.from_numpy(values[:, : self._hidden_size].copy()), values[:, self._hidden_size :]
@@ -368,15 +322,7 @@ class CaptureHandle:
         self._captures = None
         self._state = "closed"
 
-    async def __aenter__(self) -> CaptureHandle:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __enter__(self) -> CaptureHandle:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -397,3 +343,77 @@ class CaptureHandle:
     def __repr__(self) -> str:
         rows = f"{len(self.positions)} rows" if self._state != "running" else "running"
         return f"CaptureHandle({self.request_id}, layers {list(self.layer_indices)}, {rows}, {self._state})"
+
+
+class AsyncCaptureHandle(CaptureHandle):
+    """The activations of one request; what brings them into this process is awaited. See :class:`CaptureHandle`."""
+
+    async def fetch(self) -> Self:
+        """Bring the rows into this process; a second time does nothing. Returns the handle.
+
+        ``model.fetch_captures_batch`` fetches many handles in one round.
+        """
+        await self._fetch()
+        return self
+
+    async def read(
+        self, directions: Mapping[str, Any] | None = None, *, layers: Sequence[int] | None = None
+    ) -> Readings:
+        """Return each row's norm, and its projection on directions; the rows stay where they are.
+
+        Parameters
+        ----------
+        directions
+            ``{name: vector}`` or ``{name: {layer: vector}}``; a vector has ``[hidden_size]`` entries, of any length but
+            zero.
+        layers
+            Of the captured ones; None is all.
+
+        Raises
+        ------
+        CaptureError, CaptureClosedError, RequestError, SteeringError
+        """
+        return await self._read(directions, layers)
+
+    async def pool(
+        self, how: Literal["mean", "last"] = "mean", *, layers: Sequence[int] | None = None, sinks: bool = True
+    ) -> torch.Tensor:
+        """Return one row per layer, ``[layers, hidden_size]`` float32: the ``"mean"`` over rows, or the ``"last"`` row.
+
+        Parameters
+        ----------
+        layers
+            Of the captured ones; None is all.
+        sinks
+            Whether attention sinks (:mod:`chatspace_lab.readings`) count in a mean. They are up to a hundred times
+            longer than all other rows: a mean with one is a mean of that one.
+
+        Raises
+        ------
+        CaptureError, CaptureClosedError, RequestError
+        """
+        return await self._pool(how, layers, sinks)
+
+    async def pool_typical(self, *, layers: Sequence[int] | None = None) -> tuple[torch.Tensor, np.ndarray]:
+        """Return the mean over the rows that are no attention sinks, and the norm of every row.
+
+        Returns
+        -------
+        means : torch.Tensor
+            ``[layers, hidden_size]`` float32.
+        norms : numpy.ndarray
+            ``[layers, rows]`` float32; :func:`chatspace_lab.readings.sinks` of it says which rows were left out.
+
+        Raises
+        ------
+        CaptureError, CaptureClosedError
+        """
+        return await self._pool_typical(layers)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

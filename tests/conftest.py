@@ -108,7 +108,7 @@ def model(demo_engine: VLLMSteerModel) -> Iterator[VLLMSteerModel]:
     """The shared engine: unsteered at the start of each test, and holding nothing at its end."""
     yield demo_engine
     asyncio.run(demo_engine.clear_all_vectors())
-    demo_engine._session.stack.clear()
+    demo_engine._steering.stack.clear()
     wait_until(lambda: held(demo_engine) == NOTHING, what=f"the worker drops everything, it holds {held(demo_engine)}")
     assert unfinished(demo_engine) == 0
     assert demo_engine._client.captures.held_bytes == 0

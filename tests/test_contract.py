@@ -668,7 +668,7 @@ def test_steering_update_waits_for_generation(model: VLLMSteerModel, vector: tor
 
         gen_task = asyncio.create_task(model.generate("Write a long story...", sampling))
         await model.set_layer_vector(4, new_steering_vec)
-        assert not model._lock._readers  # the update was applied after the generation had ended
+        assert not model._steering.lock._readers  # the update was applied after the generation had ended
         result = await gen_task
         assert result == unsteered
         assert await model.generate("Write a long story...", sampling) != unsteered

@@ -12,7 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -23,8 +23,8 @@ from chatspace_lab.engine.bank import VectorBank
 from chatspace_lab.engine.captures import CaptureBroker
 from chatspace_lab.engine.config import VLLMSteeringConfig
 from chatspace_lab.engine.fixed import fixed_tokenizer
-from chatspace_lab.engine.lock import AsyncRWLock
 from chatspace_lab.engine.loop import LoopThread
+from chatspace_lab.engine.observer import Observer
 from chatspace_lab.engine.processes import descendants, end, shared_memory
 from chatspace_lab.engine.requests import Submission
 from chatspace_lab.engine.root_cause import CauseLog, start_error
@@ -32,7 +32,6 @@ from chatspace_lab.engine.stream import StreamDelta
 from chatspace_lab.engine.texts import Echo, held_back, repeated
 from chatspace_lab.engine.together import together
 from chatspace_lab.quiet import quiet_children, quieten
-from chatspace_lab.readings import Readings
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -45,7 +44,7 @@ SHUTDOWN_S = 30
 DEATH_S = 1
 """Seconds between two looks at whether the engine still lives, while a call waits for its answer."""
 
-Progress = Callable[[str], None]
+Stage = Callable[[str], None]
 """Receives the name of the stage that a start has reached."""
 
 _open: weakref.WeakSet[EngineClient] = weakref.WeakSet()
@@ -61,7 +60,7 @@ _starting = threading.Lock()
 
 
 @contextlib.contextmanager
-def _stages(progress: Progress | None) -> Iterator[Callable[[], None] | None]:
+def _stages(progress: Stage | None) -> Iterator[Callable[[], None] | None]:
     """Give the workers a file to tell their stage, and yield what passes it on."""
     if progress is None:
         yield None
@@ -96,22 +95,6 @@ class ModelFacts:
     vllm_version: str
 
 
-class Observer(Protocol):
-    """Receives the events of every request on the engine's loop. Methods must return at once and must not raise."""
-
-    def began(self, submission: Submission) -> None:
-        """Note a request that goes to the engine."""
-
-    def received(self, submission: Submission, piece: StreamDelta) -> None:
-        """Note a piece of its answer."""
-
-    def read(self, submission: Submission, readings: Readings) -> None:
-        """Note readings of the rows that were computed since the last."""
-
-    def ended(self, submission: Submission, error: BaseException | None) -> None:
-        """Note its end: answered, failed, or aborted (``error`` is ``CancelledError`` then)."""
-
-
 class EngineClient:
     """A running engine. Coroutines run on :attr:`loop`.
 
@@ -122,7 +105,7 @@ class EngineClient:
     """
 
     def __init__(self, loop: LoopThread, engine: AsyncLLM, log: CauseLog) -> None:
-        self.loop, self.lock = loop, AsyncRWLock()
+        self.loop = loop
         self.observers: list[Observer] = []
         self._engine, self._log = engine, log
         self._closed = False
@@ -134,7 +117,7 @@ class EngineClient:
 
     @classmethod
     def start(
-        cls, config: VLLMSteeringConfig, enforce_eager: bool | None, progress: Progress | None = None
+        cls, config: VLLMSteeringConfig, enforce_eager: bool | None, progress: Stage | None = None
     ) -> EngineClient:
         """Start an engine and wait until it is ready.
 
@@ -297,7 +280,7 @@ class EngineClient:
             raise
 
     async def _run_watched(self, submission: Submission, put: Callable[[StreamDelta], None] | None) -> RequestOutput:
-        observers = list(self.observers)
+        observers = [*self.observers, *([] if submission.progress is None else [submission.progress])]
         for observer in observers:
             observer.began(submission)
 

@@ -4,30 +4,36 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
-from chatspace_lab.capture import CaptureHandle
-from chatspace_lab.chat import Completion, answer
-from chatspace_lab.engine.client import EngineClient, ModelFacts, Observer
+import torch
+
+from chatspace_lab.capture import AsyncCaptureHandle, CaptureHandle
+from chatspace_lab.chat import ChatResponse, Completion
+from chatspace_lab.engine.client import EngineClient, ModelFacts
 from chatspace_lab.engine.config import VLLMSteeringConfig
+from chatspace_lab.engine.execution import RequestExecution
 from chatspace_lab.engine.fixed import Fixed
-from chatspace_lab.engine.requests import Ask, Steering, prompts_from
-from chatspace_lab.engine.serving import RequestMethods
-from chatspace_lab.engine.state import SessionSteering
-from chatspace_lab.engine.steering_methods import SessionSteeringMethods
+from chatspace_lab.engine.observer import Observer, Progress, Subscription
+from chatspace_lab.engine.requests import Ask, Conversation, Directions, Prompt, PromptLike, Prompts, Steering
+from chatspace_lab.engine.session_steering import SessionSteering
 from chatspace_lab.engine.stream import TextStream
-from chatspace_lab.errors import CaptureError, SteeringError, kind_of
+from chatspace_lab.errors import CaptureError, RequestError, SteeringError, kind_of
 from chatspace_lab.readings import Readings
 from chatspace_lab.steering.directions import DirectionSet
 from chatspace_lab.steering.names import Vectors, directions_named
 from chatspace_lab.steering.program import check_layer
-from chatspace_lab.steering.specs import SteeringSpec
+from chatspace_lab.steering.specs import AblationSpec, AddSpec, ProjectionCapSpec, SteeringSpec
 from chatspace_lab.steering.vectors import as_list
 from chatspace_lab.steering.where import Where
 
+if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
 
-class VLLMSteerModel(RequestMethods, SessionSteeringMethods, Fixed):
+
+class VLLMSteerModel(Fixed):
     """A language model on vLLM whose residual stream can be changed and read.
 
     Public coroutines may be awaited from any event loop and thread; they run on one loop of the model's own. Close the
@@ -62,14 +68,14 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods, Fixed):
         is given with a call (``chat_options``).
     vectors : dict of str to vector
         Named vectors and directions. Where a method takes a vector, a spec or directions, a name in here will do.
+    execution : RequestExecution
+        Runs the requests; :meth:`generate`, :meth:`chat` and the streams pass on to it what they were asked.
 
     Raises
     ------
     ConfigError, UnsupportedError, EngineStartError
         If the model cannot be started. Nothing is left running then.
     """
-
-    _open = frozenset({"vectors"})
 
     def __init__(
         self,
@@ -83,16 +89,10 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods, Fixed):
             raise TypeError(
                 f"cfg: expected VLLMSteeringConfig or a model's name, got {kind_of(cfg, VLLMSteeringConfig)}"
             )
-        self.config = (VLLMSteeringConfig(cfg) if isinstance(cfg, str) else cfg).fixed()
+        config = (VLLMSteeringConfig(cfg) if isinstance(cfg, str) else cfg).fixed()
         layers = list(bootstrap_layers)
-        self._client = EngineClient.start(self.config, enforce_eager, progress)
-        facts = self._client.facts
-        self.model_name = self.config.model_name
-        self.hidden_size, self.layer_count, self.dtype = facts.hidden_size, facts.layer_count, facts.dtype
-        self.max_model_len, self.tokenizer = facts.max_model_len, facts.tokenizer
-        self.vectors: dict[str, Any] = Vectors()
-        self._loop, self._lock = self._client.loop, self._client.lock
-        self._session = SessionSteering(self._lock, self._client.bank, self._compile)
+        client = EngineClient.start(config, enforce_eager, progress)
+        self._share(config, client, None)
         try:
             for layer in layers:
                 check_layer(layer, self.layer_count)
@@ -101,17 +101,102 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods, Fixed):
             raise SteeringError(f"bootstrap_layers: {error}") from None
         self._fix()
 
+    def _share(self, config: VLLMSteeringConfig, client: EngineClient, steering: SessionSteering | None) -> None:
+        """Use a running engine: one that was just started, or with its ``steering`` that of another model object."""
+        facts = client.facts
+        self.config, self._client, self._loop = config, client, client.loop
+        self.model_name: str = config.model_name
+        self.hidden_size: int = facts.hidden_size
+        self.layer_count: int = facts.layer_count
+        self.dtype: torch.dtype = facts.dtype
+        self.max_model_len: int = facts.max_model_len
+        self.tokenizer = facts.tokenizer
+        self._steering = steering or SessionSteering(
+            client.loop,
+            client.bank,
+            layer_count=facts.layer_count,
+            hidden_size=facts.hidden_size,
+            max_ops_per_layer=config.max_ops_per_layer,
+        )
+        self.execution = RequestExecution(config, client, self._steering)
+
+    @property
+    def vectors(self) -> dict[str, Any]:
+        """Named vectors and directions."""
+        return self._steering.vectors
+
+    @vectors.setter
+    def vectors(self, vectors: Mapping[str, Any]) -> None:
+        self._steering.vectors = Vectors(vectors)
+
     # -- generating ----------------------------------------------------------------------------------------------
+
+    @overload
+    async def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | None = None,
+        *,
+        capture_layers: None = None,
+        capture_where: Where | str = "all",
+        steering: Steering = None,
+        raw_output: Literal[False] = False,
+        progress: Progress | None = None,
+        **sampling: Any,
+    ) -> list[Completion]: ...
+
+    @overload
+    async def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | None = None,
+        *,
+        capture_layers: Sequence[int],
+        capture_where: Where | str = "all",
+        steering: Steering = None,
+        raw_output: Literal[False] = False,
+        progress: Progress | None = None,
+        **sampling: Any,
+    ) -> tuple[list[Completion], list[AsyncCaptureHandle]]: ...
+
+    @overload
+    async def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | None = None,
+        *,
+        capture_layers: None = None,
+        capture_where: Where | str = "all",
+        steering: Steering = None,
+        raw_output: Literal[True],
+        progress: Progress | None = None,
+        **sampling: Any,
+    ) -> list[RequestOutput]: ...
+
+    @overload
+    async def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | None = None,
+        *,
+        capture_layers: Sequence[int],
+        capture_where: Where | str = "all",
+        steering: Steering = None,
+        raw_output: Literal[True],
+        progress: Progress | None = None,
+        **sampling: Any,
+    ) -> tuple[list[RequestOutput], list[AsyncCaptureHandle]]: ...
 
     async def generate(
         self,
-        prompts: Any,
-        sampling_params: Any = None,
+        prompts: Prompts,
+        sampling_params: SamplingParams | None = None,
         *,
         capture_layers: Sequence[int] | None = None,
         capture_where: Where | str = "all",
         steering: Steering = None,
         raw_output: bool = False,
+        progress: Progress | None = None,
         **sampling: Any,
     ) -> Any:
         """Complete one prompt or several. Without ``max_tokens`` an answer has at most 16 tokens, vLLM's default.
@@ -135,6 +220,8 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods, Fixed):
             altogether, is the session-wide one, and ``SteeringSpec.none()`` is none.
         raw_output
             Return vLLM's ``RequestOutput`` objects instead of texts.
+        progress
+            Follows this call: requests done, tokens, and what was generated so far.
 
         Returns
         -------
@@ -150,24 +237,80 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods, Fixed):
         EngineDeadError
             If the engine is gone.
         """
-        return await self._run(
-            self._complete(
-                lambda: prompts_from(prompts, self.tokenizer, self._client.facts.vocab_size),
-                lambda _, output: Completion(output.text, output.finish_reason),
-                Ask(sampling_params, sampling, capture_layers, capture_where, steering, raw_output),
-            )
-        )
+        ask = Ask(sampling_params, sampling, capture_layers, capture_where, steering, raw_output, progress=progress)
+        return await self._loop.run(self.execution.generate(prompts, ask))
+
+    @overload
+    async def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | None = None,
+        *,
+        chat_options: dict[str, Any] | None = None,
+        capture_layers: None = None,
+        capture_where: Where | str = "all",
+        steering: Steering = None,
+        raw_output: Literal[False] = False,
+        progress: Progress | None = None,
+        **sampling: Any,
+    ) -> list[ChatResponse]: ...
+
+    @overload
+    async def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | None = None,
+        *,
+        chat_options: dict[str, Any] | None = None,
+        capture_layers: Sequence[int],
+        capture_where: Where | str = "all",
+        steering: Steering = None,
+        raw_output: Literal[False] = False,
+        progress: Progress | None = None,
+        **sampling: Any,
+    ) -> tuple[list[ChatResponse], list[AsyncCaptureHandle]]: ...
+
+    @overload
+    async def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | None = None,
+        *,
+        chat_options: dict[str, Any] | None = None,
+        capture_layers: None = None,
+        capture_where: Where | str = "all",
+        steering: Steering = None,
+        raw_output: Literal[True],
+        progress: Progress | None = None,
+        **sampling: Any,
+    ) -> list[RequestOutput]: ...
+
+    @overload
+    async def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | None = None,
+        *,
+        chat_options: dict[str, Any] | None = None,
+        capture_layers: Sequence[int],
+        capture_where: Where | str = "all",
+        steering: Steering = None,
+        raw_output: Literal[True],
+        progress: Progress | None = None,
+        **sampling: Any,
+    ) -> tuple[list[RequestOutput], list[AsyncCaptureHandle]]: ...
 
     async def chat(
         self,
-        messages: Any,
-        sampling_params: Any = None,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | None = None,
         *,
         chat_options: dict[str, Any] | None = None,
         capture_layers: Sequence[int] | None = None,
         capture_where: Where | str = "all",
         steering: Steering = None,
         raw_output: bool = False,
+        progress: Progress | None = None,
         **sampling: Any,
     ) -> Any:
         """Answer one conversation or several. Without ``max_tokens`` an answer has at most 16 tokens, vLLM's default.
@@ -182,7 +325,7 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods, Fixed):
             message. And ``split_special_tokens=True``: special tokens that a message's own text spells, such as
             ``<|im_end|>``, are sent as ordinary text. By default they end or begin messages, as those of the template
             do; the column ``special`` of a token frame shows them.
-        sampling_params, capture_layers, capture_where, steering, raw_output
+        sampling_params, capture_layers, capture_where, steering, raw_output, progress
             As for :meth:`generate`.
 
         Returns
@@ -195,26 +338,19 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods, Fixed):
         RequestError, SteeringError, CaptureLimitError
             Before anything runs.
         """
-        return await self._run(
-            self._complete(
-                lambda: self._chat_prompts(messages, chat_options),
-                lambda submission, output: answer(
-                    self.tokenizer, submission.prompt.chat, output.text, output.token_ids, output.finish_reason
-                ),
-                Ask(sampling_params, sampling, capture_layers, capture_where, steering, raw_output),
-            )
-        )
+        ask = Ask(sampling_params, sampling, capture_layers, capture_where, steering, raw_output, progress=progress)
+        return await self._loop.run(self.execution.chat(messages, chat_options, ask))
 
     def stream(
         self,
-        prompt: Any,
-        sampling_params: Any = None,
+        prompt: PromptLike,
+        sampling_params: SamplingParams | None = None,
         *,
         capture_layers: Sequence[int] | None = None,
         capture_where: Where | str = "all",
         steering: SteeringSpec | None = None,
         read_layers: Sequence[int] | None = None,
-        directions: Mapping[str, Any] | Sequence[str] | None = None,
+        directions: Directions | None = None,
         **sampling: Any,
     ) -> TextStream:
         """Complete one prompt piece by piece: ``async for delta in model.stream(…)``.
@@ -232,24 +368,24 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods, Fixed):
             :attr:`vectors`: ``["joy", "sea"]``.
         """
         ask = Ask(sampling_params, sampling, capture_layers, capture_where, steering, read_layers=read_layers)
-        return self._stream(prompts_from(prompt, self.tokenizer, self._client.facts.vocab_size), ask, directions)
+        return self.execution.stream(self.execution.prompts(prompt), ask, directions)
 
     def stream_chat(
         self,
-        messages: Any,
-        sampling_params: Any = None,
+        messages: Conversation,
+        sampling_params: SamplingParams | None = None,
         *,
         chat_options: dict[str, Any] | None = None,
         capture_layers: Sequence[int] | None = None,
         capture_where: Where | str = "all",
         steering: SteeringSpec | None = None,
         read_layers: Sequence[int] | None = None,
-        directions: Mapping[str, Any] | Sequence[str] | None = None,
+        directions: Directions | None = None,
         **sampling: Any,
     ) -> TextStream:
         """Answer one conversation piece by piece. Arguments as for :meth:`chat` and :meth:`stream`."""
         ask = Ask(sampling_params, sampling, capture_layers, capture_where, steering, read_layers=read_layers)
-        return self._stream(self._chat_prompts(messages, chat_options), ask, directions)
+        return self.execution.stream(self.execution.conversations(messages, chat_options), ask, directions)
 
     async def fetch_captures_batch(self, handles: Sequence[CaptureHandle]) -> None:
         """Bring the rows of many handles, of any calls, into this process in one round.
@@ -264,7 +400,7 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods, Fixed):
     async def read_captures(
         self,
         handles: Sequence[CaptureHandle],
-        directions: Mapping[str, Any] | Sequence[str] | None = None,
+        directions: Directions | None = None,
         *,
         layers: Sequence[int] | None = None,
     ) -> list[Readings]:
@@ -296,9 +432,132 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods, Fixed):
         values = await self._client.captures.reduce(handles, chosen, "read", laid.units)
         return [handle.label(each, laid) for handle, each in zip(handles, values, strict=True)]
 
-    def observe(self, observer: Observer) -> None:
-        """Tell ``observer`` of every request from now on; it is called on the engine's loop, and must be quick."""
-        self._client.observers.append(observer)
+    def prepare(
+        self,
+        prompts: Prompts | Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | None = None,
+        *,
+        chat: bool = False,
+        chat_options: dict[str, Any] | None = None,
+        capture_layers: Sequence[int] | None = None,
+        capture_where: Where | str = "all",
+        **sampling: Any,
+    ) -> list[Prompt]:
+        """Tokenise prompts, or with ``chat`` conversations, and check all that ``generate`` would.
+
+        The result can be given to ``generate`` in place of prompts, whole or in parts, many times.
+
+        Raises
+        ------
+        RequestError, MessageLocationError
+            Naming the prompt that cannot be used.
+        """
+        if chat_options is not None and not chat:
+            raise RequestError("chat_options go with conversations, and these prompts are none")
+        execution = self.execution
+        found = execution.conversations(prompts, chat_options) if chat else execution.prompts(prompts)
+        execution.check(found, execution.sampling(sampling_params, sampling), capture_layers, capture_where)
+        return found
+
+    # -- the session-wide steering: each change waits until the requests that follow it have ended -------------------
+
+    async def set_layer_vector(self, layer_idx: int, vector: Any, scale: float = 1.0) -> None:
+        """Add ``scale · vector`` at a layer from now on, in place of what was added there before."""
+        await self._steering.set_operation(layer_idx, AddSpec(vector, scale))
+
+    def set_target_layer(self, layer_idx: int) -> None:
+        """Choose the layer of :meth:`set_vector`."""
+        self._steering.target_layer = check_layer(layer_idx, self.layer_count)
+
+    async def set_vector(self, vector: Any, scale: float = 1.0) -> None:
+        """Like :meth:`set_layer_vector`, at the layer chosen by :meth:`set_target_layer`."""
+        if self._steering.target_layer is None:
+            raise SteeringError("set_vector: no target layer; call set_target_layer(layer) first")
+        await self.set_layer_vector(self._steering.target_layer, vector, scale)
+
+    async def clear_layer_vector(self, layer_idx: int) -> None:
+        """Add nothing at a layer any more; its cap and ablation stay."""
+        await self._steering.clear_operation(layer_idx, AddSpec)
+
+    async def clear_all_vectors(self) -> None:
+        """Remove all session-wide steering: vectors, caps and ablations of every layer."""
+        await self._steering.clear()
+
+    async def set_layer_projection_cap(
+        self,
+        layer_idx: int,
+        vector: Any,
+        min: float | None = None,  # noqa: A002
+        max: float | None = None,  # noqa: A002
+    ) -> None:
+        """Clamp the component along ``vector`` at a layer to ``[min, max]`` from now on, after what is added there."""
+        await self._steering.set_operation(layer_idx, ProjectionCapSpec(vector, min, max))
+
+    async def clear_layer_projection_cap(self, layer_idx: int) -> None:
+        """Cap nothing at a layer any more."""
+        await self._steering.clear_operation(layer_idx, ProjectionCapSpec)
+
+    async def set_layer_ablation(self, layer_idx: int, vector: Any, scale: float = 0.0) -> None:
+        """Multiply the component along ``vector`` at a layer by ``scale`` from now on, after add and cap."""
+        await self._steering.set_operation(layer_idx, AblationSpec(vector, scale))
+
+    async def clear_layer_ablation(self, layer_idx: int) -> None:
+        """Ablate nothing at a layer any more."""
+        await self._steering.clear_operation(layer_idx, AblationSpec)
+
+    async def apply_steering_spec(self, spec: SteeringSpec) -> None:
+        """Replace all session-wide steering by ``spec``, at all layers at once."""
+        await self._steering.apply(spec)
+
+    async def update_steering_spec(self, update: Callable[[SteeringSpec], SteeringSpec]) -> None:
+        """Replace the session-wide steering by ``update`` of what is in force then; nothing can come between.
+
+        Raises
+        ------
+        SteeringError
+            If the new spec cannot be used; the old one stays in force.
+        """
+        await self._steering.update(update)
+
+    async def push_steering_spec(self, spec: SteeringSpec) -> None:
+        """Remember the steering in force on a stack and replace it by ``spec``."""
+        await self._steering.push(spec)
+
+    async def pop_steering_spec(self) -> SteeringSpec:
+        """Bring back, and return, the steering that the last push replaced."""
+        return await self._steering.pop()
+
+    def export_steering_spec(self) -> SteeringSpec:
+        """Return a copy of the session-wide steering in force; ``SteeringSpec.none()`` if there is none."""
+        return self._steering.spec.apart()
+
+    def steering(self, spec: SteeringSpec) -> AbstractAsyncContextManager[None]:
+        """Steer by ``spec`` inside the block; what was in force before comes back, whatever ends the block."""
+        return self._steering.block(spec)
+
+    # -- subscriptions -----------------------------------------------------------------------------------------------
+
+    def observe(self, observer: Observer) -> Subscription[Observer]:
+        """Tell ``observer`` of every request from now on; it is called on the engine's loop, and must be quick.
+
+        Returns
+        -------
+        Subscription
+            Its ``end()`` stops it.
+        """
+        return Subscription(self._client.observers, observer)
+
+    def on_steering(self, changed: Callable[[SteeringSpec], None]) -> Subscription[Callable[[SteeringSpec], None]]:
+        """Call ``changed`` with the new spec after each change of the session-wide steering.
+
+        It is called on the engine's loop; it must be quick and must not raise.
+
+        Returns
+        -------
+        Subscription
+            Its ``end()`` stops it.
+        """
+        return Subscription(self._steering.listeners, changed)
 
     # -- the model's own life ------------------------------------------------------------------------------------
 
@@ -318,7 +577,7 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods, Fixed):
 
     async def stats(self) -> dict[str, Any]:
         """Return what the first worker holds for us: requests, captures and their bytes."""
-        return await self._run(self._client.stats())
+        return await self._loop.run(self._client.stats())
 
     def close(self) -> None:
         """Stop the engine and free its memory. Requests under way end with an error. Again is fine."""
@@ -337,7 +596,7 @@ class VLLMSteerModel(RequestMethods, SessionSteeringMethods, Fixed):
         await self.aclose()
 
     def __repr__(self) -> str:
-        steered = len(self._session.spec.layers)
+        steered = len(self._steering.spec.layers)
         return f"VLLMSteerModel({self.model_name!r}, {self.layer_count} layers, {steered} steered)"
 
 

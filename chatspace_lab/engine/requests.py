@@ -7,16 +7,16 @@ import dataclasses
 import difflib
 import inspect
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 import numpy as np
 import torch
 
 from chatspace_lab import wire
-from chatspace_lab.capture import CaptureHandle
-from chatspace_lab.chat import RenderedChat, check_text
+from chatspace_lab.capture import AsyncCaptureHandle, CaptureHandle
+from chatspace_lab.chat import ChatResponse, RenderedChat, answer, check_text
 from chatspace_lab.errors import PromptTooLongError, RequestError, SteeringError, kind_of
 from chatspace_lab.special_tokens import special_ids, warn_of_doubled
 from chatspace_lab.steering.program import Program, check_layer
@@ -27,7 +27,11 @@ from chatspace_lab.steering.where import Where, as_where, resolve
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
-Steering = SteeringSpec | None | Sequence[SteeringSpec | None]
+    from chatspace_lab.engine.observer import Progress
+
+Steering: TypeAlias = SteeringSpec | Sequence[SteeringSpec | None] | None
+Conversation: TypeAlias = Sequence[Mapping[str, Any]]
+Directions: TypeAlias = Mapping[str, Any] | Sequence[str]
 OWN_ARGUMENTS = (
     "sampling_params",
     "capture_layers",
@@ -37,6 +41,7 @@ OWN_ARGUMENTS = (
     "chat_options",
     "read_layers",
     "directions",
+    "progress",
 )
 
 OTHER_NAMES = {
@@ -51,15 +56,20 @@ OTHER_NAMES = {
 
 @dataclasses.dataclass(frozen=True)
 class Ask:
-    """The arguments that generate, chat and stream share, as they were given."""
+    """The arguments that generate, chat and stream share, as they were given.
+
+    ``make_handle`` takes the arguments of :class:`CaptureHandle`, and returns one.
+    """
 
     sampling_params: Any
     sampling: Mapping[str, Any]
-    capture_layers: Any
+    capture_layers: Sequence[int] | None
     capture_where: Where | str
     steering: Steering
     raw_output: bool = False
-    read_layers: Any = None
+    read_layers: Sequence[int] | None = None
+    progress: Progress | None = None
+    make_handle: Callable[..., CaptureHandle] = AsyncCaptureHandle
 
     @property
     def follows_session(self) -> bool:
@@ -77,12 +87,16 @@ class Prompt:
     chat: RenderedChat | None = None
 
 
+PromptLike: TypeAlias = str | Sequence[int] | Mapping[str, Any] | Prompt
+Prompts: TypeAlias = PromptLike | Sequence[PromptLike]
+
+
 @dataclasses.dataclass
 class Submission:
     """One request to the engine: one sample of one prompt.
 
     ``spec`` is its steering, compiled to ``program``: None is no steering; else it acts on ``steer_spans``.
-    ``handle`` None is no capture. ``params`` has the request's own seed.
+    ``handle`` None is no capture. ``params`` has the request's own seed. ``progress`` is told of this request.
     """
 
     request_id: str
@@ -91,17 +105,23 @@ class Submission:
     handle: CaptureHandle | None
     prompt_index: int
     sample_index: int
+    tokenizer: Any
+    progress: Progress | None = None
     spec: SteeringSpec = dataclasses.field(default_factory=SteeringSpec.none)
     program: Program | None = None
     steer_spans: list[int] = dataclasses.field(default_factory=list)
 
-    def steer(self, spec: SteeringSpec, program: Program | None, tokenizer: Any, max_model_len: int) -> None:
+    def response(self, text: str, token_ids: Sequence[int], finish_reason: str | None) -> ChatResponse:
+        """Return what was generated as a response."""
+        return answer(self.tokenizer, self.prompt.chat, text, token_ids, finish_reason)
+
+    def steer(self, spec: SteeringSpec, program: Program | None, max_model_len: int) -> None:
         """Set the steering, with its positions resolved for this prompt."""
         self.spec, self.program = spec, program
         if self.handle is not None:
             self.handle.steering = spec
         if program is not None:
-            self.steer_spans = spans_of(as_where(spec.where), self.prompt, self.params, tokenizer, max_model_len)
+            self.steer_spans = spans_of(as_where(spec.where), self.prompt, self.params, self.tokenizer, max_model_len)
 
     def engine_prompt(self) -> dict[str, Any]:
         """Return the prompt for vLLM, salted by its steering so that KV caches are never mixed."""

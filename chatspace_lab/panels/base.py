@@ -97,7 +97,7 @@ class Panel(anywidget.AnyWidget):
                 f"help(chatspace_lab.panels.{type(self).__name__})"
             )
         self._lab = lab
-        self._thread = lab.model._loop
+        self._thread = lab.aio.execution.loop
         facts = lab.model.facts
         described = {
             "model": Path(lab._name).name,

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from chatspace_lab.engine.observer import Observer, Subscription
 from chatspace_lab.engine.requests import Submission
 from chatspace_lab.engine.stream import StreamDelta
 from chatspace_lab.engine.together import together
@@ -69,7 +70,7 @@ class Runner:
         show: Callable[[str, Answer], None],
     ) -> None:
         self._lab, self._ask, self._vectors, self._tell, self._show = lab, ask, vectors, tell, show
-        self._loop = lab.model._loop.loop
+        self._loop = lab.execution.loop.loop
         self.number = 0
         self.status = "idle"
         self.answers: dict[str, Answer] = {}
@@ -83,6 +84,7 @@ class Runner:
         self._quiet.set()
         self._under_way: dict[str, tuple[str, Answer]] = {}
         self._ear = _Ear(self)
+        self._hearing: Subscription[Observer] | None = None
 
     # -- asked by the panel ------------------------------------------------------------------------------------------
 
@@ -111,14 +113,13 @@ class Runner:
 
     def open(self) -> None:
         """Hear of the engine's requests from now on."""
-        self._lab.model.observe(self._ear)
+        self._hearing = self._lab.observe(self._ear)
 
     def close(self) -> None:
         """Stop, drop all captures, and hear of no request any more."""
         self.clear()
-        observers = self._lab.model._client.observers
-        if self._ear in observers:
-            observers.remove(self._ear)
+        if self._hearing is not None:
+            self._hearing.end()
 
     def clear(self) -> None:
         """Stop, and forget all answers: what has been stopped says nothing more."""

@@ -68,14 +68,11 @@ class SessionRows:
             if call is not None:
                 call(spec)
 
-        self._listener = listener
-        lab.model._session.listeners.append(listener)
+        self._subscription = lab.aio.on_steering(listener)
 
     def close(self) -> None:
         """Follow the session no more."""
-        listeners = self._lab.model._session.listeners
-        if self._listener in listeners:
-            listeners.remove(self._listener)
+        self._subscription.end()
 
     def spec(self) -> SteeringSpec:
         """Return the steering that the rows stand for; with other vectors under their names, the session has it too."""

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
 from chatspace_lab.analysis.dose import EXTREME, dose_of_scale, scale_for_dose
 from chatspace_lab.chat import ChatResponse, check_conversation, is_batch
-from chatspace_lab.engine.fixed import Fixed
 from chatspace_lab.engine.model import VLLMSteerModel
-from chatspace_lab.engine.requests import Prompt
+from chatspace_lab.engine.observer import Progress
+from chatspace_lab.engine.requests import Directions, Prompt
 from chatspace_lab.errors import HighDoseWarning, PromptTooLongError, RequestError, SessionError, SteeringError
 from chatspace_lab.session import store
+from chatspace_lab.session.bar import say
 from chatspace_lab.session.build import build
 from chatspace_lab.session.collect import Collection, asked, is_conversation, one_sample
 from chatspace_lab.session.history import History
 from chatspace_lab.session.in_force import Names, SteeringInForce
-from chatspace_lab.session.job import CURRENT, tell
 from chatspace_lab.session.measure import (
     PLAIN_TEXTS,
     STOCK,
@@ -30,7 +30,7 @@ from chatspace_lab.session.measure import (
 )
 from chatspace_lab.session.pooled import PooledActivations
 from chatspace_lab.session.sweep import Grid, as_layers, frame_of, lay_out, vector_at
-from chatspace_lab.steering.names import Vectors, directions_named, spec_named, vector_named
+from chatspace_lab.steering.names import directions_named, spec_named, vector_named
 from chatspace_lab.steering.program import check_layer
 from chatspace_lab.steering.specs import AblationSpec, AddSpec, Operation, ProjectionCapSpec, SteeringSpec
 from chatspace_lab.steering.vectors import as_number
@@ -42,10 +42,13 @@ if TYPE_CHECKING:
     from chatspace_lab.analysis.direction import Direction
 
 
-class AsyncLab(Fixed):
-    """What :class:`LabSession` does, for use with ``await``.
+class AsyncLab(VLLMSteerModel):
+    """A model with a history and with methods for exploring it: :class:`LabSession`, for use with ``await``.
 
-    Every public method and attribute of the model is here too, under its own name: ``await lab.aio.generate(…)``.
+    Parameters
+    ----------
+    model
+        A running model, whose engine, steering and vectors this object shares.
 
     Attributes
     ----------
@@ -67,7 +70,10 @@ class AsyncLab(Fixed):
         ``AddSpec("joy", 4.0)``, ``directions=["joy"]``.
     """
 
+    _open = frozenset({"norms", "left_out", "measured_on"})
+
     def __init__(self, model: VLLMSteerModel) -> None:
+        self._share(model.config, model._client, model._steering)
         self.model = model
         self.names = Names(lambda: self.vectors, model.layer_count)
         self.history = History(names=self.names.known)
@@ -75,31 +81,19 @@ class AsyncLab(Fixed):
         self.left_out: pd.DataFrame = left_out_frame([], None)
         self.measured_on: str | None = None
         self._stock: dict[int, float] | None = None
-        model.observe(self.history)
-        self._open = frozenset({"norms", "left_out", "measured_on"})
+        self.observe(self.history)
         self._fix()
-
-    @property
-    def vectors(self) -> dict[str, Any]:
-        """Named vectors and directions."""
-        return self.model.vectors
-
-    @vectors.setter
-    def vectors(self, vectors: Mapping[str, Any]) -> None:
-        self.model.vectors = Vectors(vectors)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "model":
-            raise AttributeError(name)
-        return getattr(self.model, name)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *(name for name in dir(self.model) if not name.startswith("_"))})
 
     # -- steering ----------------------------------------------------------------------------------------------------
 
     async def steer(
-        self, layers: int | Sequence[int], vector: Any, scale: float | None = None, *, dose: float | None = None
+        self,
+        layers: int | Sequence[int],
+        vector: Any,
+        scale: float | None = None,
+        *,
+        dose: float | None = None,
+        progress: Progress | None = None,
     ) -> SteeringInForce:
         """Add a vector at one or several layers from now on, in place of what was added there before.
 
@@ -116,6 +110,8 @@ class AsyncLab(Fixed):
             In place of ``scale``: the added norm as a fraction of the mean residual norm at that layer, on the prompt
             that was measured last; on a stock text, which is measured then, if none was. It counts per layer, and adds
             up: dose 0.3 at each of four layers is about as much as 1.2 at one.
+        progress
+            Follows the requests of this call, and takes its notes, which are printed otherwise.
 
         Returns
         -------
@@ -141,10 +137,11 @@ class AsyncLab(Fixed):
         added = 1.0 if scale is None else scale
         operations = {layer: AddSpec(here, added) for layer, here in found.items()}
         if wanted is not None:
-            norms = await self._known_norms()
+            norms = await self._known_norms(progress)
             operations = {at: AddSpec(here, scale_for_dose(wanted, here, at, norms)) for at, here in found.items()}
         in_force = await self._set(vector, operations)
-        self._warn_of("steer", {layer: operation for layer, operation in operations.items() if layer in self.norms})
+        measured = {layer: operation for layer, operation in operations.items() if layer in self.norms}
+        self._warn_of("steer", measured, progress)
         return in_force
 
     async def cap(
@@ -156,6 +153,7 @@ class AsyncLab(Fixed):
         *,
         min_dose: float | None = None,
         max_dose: float | None = None,
+        progress: Progress | None = None,
     ) -> SteeringInForce:
         """Clamp the component along a vector to ``[min, max]`` at one or several layers from now on.
 
@@ -169,6 +167,8 @@ class AsyncLab(Fixed):
         min_dose, max_dose
             In place of ``min`` and ``max``: bounds as fractions of the mean residual norm at that layer, as for
             :meth:`steer`.
+        progress
+            As for :meth:`steer`.
 
         Returns
         -------
@@ -190,7 +190,7 @@ class AsyncLab(Fixed):
         found = self._vectors_at(layers, vector, "cap")
         for here in found.values():  # before anything is measured
             ProjectionCapSpec(here, **dict.fromkeys(bounds, 0.0))
-        resolved = await self._resolve(found, list(bounds.values()))
+        resolved = await self._resolve(found, list(bounds.values()), progress)
         operations: dict[int, Operation] = {
             layer: ProjectionCapSpec(here, **{name: resolved[layer, bound] for name, bound in bounds.items()})
             for layer, here in found.items()
@@ -211,28 +211,26 @@ class AsyncLab(Fixed):
     async def clear(self, layers: int | Sequence[int] | None = None) -> SteeringInForce:
         """Remove all session-wide steering at some layers, at all with None; return what is left in force."""
         if layers is None:
-            await self.model.clear_all_vectors()
+            await self.clear_all_vectors()
             return self.in_force()
-        chosen = as_layers(layers, self.model.layer_count, "clear")
+        chosen = as_layers(layers, self.layer_count, "clear")
 
         def without(spec: SteeringSpec) -> SteeringSpec:
             for layer in chosen:
                 spec = spec.with_layer(layer, None)
             return spec
 
-        await self.model.update_steering_spec(without)
+        await self.update_steering_spec(without)
         return self.in_force()
 
     def in_force(self) -> SteeringInForce:
         """Return all session-wide steering; its repr tells vectors by name, layers, scales and doses."""
-        return SteeringInForce(
-            self.model.export_steering_spec(), self.names.known(), dict(self.norms), self.measured_on
-        )
+        return SteeringInForce(self.export_steering_spec(), self.names.known(), dict(self.norms), self.measured_on)
 
     def _vectors_at(self, layers: Any, vector: Any, what: str) -> dict[int, torch.Tensor]:
-        chosen = as_layers(layers, self.model.layer_count, what)
+        chosen = as_layers(layers, self.layer_count, what)
         named = vector_named(vector, self.vectors, what)
-        return {layer: vector_at(named, layer, self.model.hidden_size, what) for layer in chosen}
+        return {layer: vector_at(named, layer, self.hidden_size, what) for layer in chosen}
 
     async def _set(self, vector: Any, operations: Mapping[int, Operation]) -> SteeringInForce:
         def update(spec: SteeringSpec) -> SteeringSpec:
@@ -242,31 +240,36 @@ class AsyncLab(Fixed):
                 spec = spec.with_layer(layer, here.with_operation(operation) if here else alone)
             return spec
 
-        await self.model.update_steering_spec(update)
+        await self.update_steering_spec(update)
         self.names.note(vector, operations)
         return self.in_force()
 
-    def _warn_of(self, what: str, operations: Mapping[int, AddSpec]) -> None:
+    def _warn_of(self, what: str, operations: Mapping[int, AddSpec], progress: Progress | None) -> None:
         doses = {at: dose_of_scale(each.scale, each.vector, at, self.norms) for at, each in operations.items()}
         most = max(doses, key=lambda layer: abs(doses[layer]), default=None)
         if most is None or max(abs(doses[most]), abs(sum(doses.values()))) < EXTREME:
             return
         total = f"dose {sum(doses.values()):.3g} in all, over {len(doses)} layers," if len(doses) > 1 else ""
         alone = f"dose {doses[most]:.3g} at layer {most}" if abs(doses[most]) >= EXTREME else ""
-        tell(HighDoseWarning(f"{what}: {alone or total} is extreme: from {EXTREME:g} on most answers fall apart"))
+        note = f"{what}: {alone or total} is extreme: from {EXTREME:g} on most answers fall apart"
+        _tell(progress, HighDoseWarning(note))
 
-    async def _resolve(self, vectors: Mapping[int, torch.Tensor], bounds: Sequence[Bound]) -> dict[Any, float]:
+    async def _resolve(
+        self, vectors: Mapping[int, torch.Tensor], bounds: Sequence[Bound], progress: Progress | None
+    ) -> dict[tuple[int, Bound], float]:
         """Return bounds of caps in units of the residual stream, by (layer, bound)."""
         kinds = {bound.kind for bound in bounds}
-        norms = await self._known_norms() if "dose" in kinds else {}
-        seen = await plain_projections(self.model, vectors) if "quantile" in kinds else {}
+        norms = await self._known_norms(progress) if "dose" in kinds else {}
+        seen = await plain_projections(self, vectors, progress) if "quantile" in kinds else {}
         if "quantile" in kinds:
-            tell(f"quantiles are those of x·u on {STOCK}")
+            _tell(progress, f"quantiles are those of x·u on {STOCK}")
         return {(layer, bound): bound.at(layer, norms, seen) for layer in vectors for bound in bounds}
 
     # -- asking ------------------------------------------------------------------------------------------------------
 
-    async def ask(self, text: str, *, system: str | None = None, **options: Any) -> ChatResponse:
+    async def ask(
+        self, text: str, *, system: str | None = None, progress: Progress | None = None, **options: Any
+    ) -> ChatResponse:
         """Answer one message of a user. Without ``max_tokens`` an answer has at most 16 tokens, vLLM's default.
 
         Parameters
@@ -275,6 +278,8 @@ class AsyncLab(Fixed):
             The message.
         system
             A system message before it.
+        progress
+            Follows this call.
         options
             As for ``chat``, without captures and raw output: ``temperature=0.0`` takes the likeliest token each time,
             ``max_tokens=40``, ``steering=spec``, ``seed=1``, …
@@ -293,11 +298,16 @@ class AsyncLab(Fixed):
         messages = [{"role": "user", "content": text}]
         if system is not None:
             messages.insert(0, {"role": "system", "content": system})
-        answers = await self.model.chat(messages, **options)
-        found: ChatResponse = answers[0]
-        return found
+        answers: list[ChatResponse] = await self.chat(messages, progress=progress, **options)
+        return answers[0]
 
-    async def measure(self, prompt: Any = None, *, chat_options: dict[str, Any] | None = None) -> pd.DataFrame:
+    async def measure(
+        self,
+        prompt: Any = None,
+        *,
+        chat_options: dict[str, Any] | None = None,
+        progress: Progress | None = None,
+    ) -> pd.DataFrame:
         """Measure the residual stream's norm on a prompt, unsteered; doses are relative to it from now on.
 
         Attention sinks are left out: the token at position 0, and every other one whose norm is more than three times
@@ -309,6 +319,10 @@ class AsyncLab(Fixed):
         prompt
             Text, token ids, or a conversation; or a list of these, whose norms are averaged. None is a stock text,
             some paragraphs of English prose.
+        chat_options
+            As for ``chat``.
+        progress
+            As for :meth:`steer`.
 
         Returns
         -------
@@ -321,10 +335,10 @@ class AsyncLab(Fixed):
             If there is no token but the first, or all tokens are attention sinks.
         """
         if prompt is None:
-            await self._measure_stock()
+            await self._measure_stock(progress)
         else:
             prompts = self._prepare(prompt, chat_options, max_tokens=1)
-            if not await self._measure(prompts, _called(prompt)):
+            if not await self._measure(prompts, _called(prompt), progress):
                 raise RequestError(
                     "measure: the prompt must have ordinary tokens besides its first, got only attention sinks"
                 )
@@ -339,36 +353,36 @@ class AsyncLab(Fixed):
         chat = one or (is_batch(prompt) and is_conversation(prompt[0]))
         for conversation in ([prompt] if one else prompt) if chat else ():
             check_conversation(conversation)
-        return self.model.prepare(prompt, chat=chat, chat_options=chat_options, **sampling)
+        return self.prepare(prompt, chat=chat, chat_options=chat_options, **sampling)
 
-    async def _measure(self, prompts: Sequence[Prompt], name: str) -> bool:
+    async def _measure(self, prompts: Sequence[Prompt], name: str, progress: Progress | None) -> bool:
         """Measure on prompts; return False, with nothing changed, if one has no ordinary token but the first."""
-        found = await measure(self.model, prompts)
-        if not found.plain and name != STOCK and self.model.tokenizer is not None:
-            found = await measure(self.model, prompts, await self._stock_norms())
+        found = await measure(self, prompts, progress)
+        if not found.plain and name != STOCK and self.tokenizer is not None:
+            found = await measure(self, prompts, progress, await self._stock_norms(progress))
         if not all(norm > 0 for norm in found.norms.values()):
             return False
         self.norms, self.left_out, self.measured_on = found.norms, found.left_out, name
         return True
 
-    async def _measure_stock(self) -> None:
-        prompts = self.model.prepare(list(PLAIN_TEXTS), chat=False, max_tokens=1)
-        await self._measure(prompts, STOCK)
-        tell(f"doses are relative to the mean residual norm on {STOCK}; lab.measure(prompt) takes another")
+    async def _measure_stock(self, progress: Progress | None) -> None:
+        prompts = self.prepare(list(PLAIN_TEXTS), chat=False, max_tokens=1)
+        await self._measure(prompts, STOCK, progress)
+        _tell(progress, f"doses are relative to the mean residual norm on {STOCK}; lab.measure(prompt) takes another")
 
-    async def _stock_norms(self) -> dict[int, float] | None:
+    async def _stock_norms(self, progress: Progress | None) -> dict[int, float] | None:
         """Return the norms on the stock text, measured once; None if it does not fit the model."""
         if self._stock is None:
             try:
-                prompts = self.model.prepare(list(PLAIN_TEXTS), chat=False, max_tokens=1)
+                prompts = self.prepare(list(PLAIN_TEXTS), chat=False, max_tokens=1)
             except PromptTooLongError:
                 return None
-            self._stock = (await measure(self.model, prompts)).norms
+            self._stock = (await measure(self, prompts, progress)).norms
         return self._stock
 
-    async def _known_norms(self) -> dict[int, float]:
+    async def _known_norms(self, progress: Progress | None) -> dict[int, float]:
         if not self.norms:
-            await self._measure_stock()
+            await self._measure_stock(progress)
         return self.norms
 
     async def sweep(
@@ -387,6 +401,7 @@ class AsyncLab(Fixed):
         chat_options: dict[str, Any] | None = None,
         max_tokens: int = 48,
         temperature: float = 0.0,
+        progress: Progress | None = None,
         **sampling: Any,
     ) -> pd.DataFrame:
         """Run every layer with every scale as one batch, each request steered by itself.
@@ -418,6 +433,8 @@ class AsyncLab(Fixed):
             A function of your own from an answer's text to a number. It runs in a thread, and may use the lab.
         max_tokens, temperature, sampling
             As for ``generate``.
+        progress
+            As for :meth:`steer`; its ``partial`` is the finished part.
 
         Returns
         -------
@@ -434,21 +451,20 @@ class AsyncLab(Fixed):
         if bound != "max" and operation != "cap":
             raise RequestError(f"sweep: bound is that of a cap, and operation is {operation!r}")
         named = vector_named(vector, self.vectors, "sweep")
-        plan = lay_out(self.model, layers, named, scales, operation, doses, bound)
+        plan = lay_out(self, layers, named, scales, operation, doses, bound)
         if read_layer is not None:
-            read_layer = check_layer(read_layer, self.model.layer_count)
+            read_layer = check_layer(read_layer, self.layer_count)
         sampling = {"max_tokens": max_tokens, "temperature": temperature, **sampling}
         prepared = self._prepare(prompt, chat_options, **sampling)
-        job = CURRENT.get()
-        if job is not None:
-            job.expect(len(prepared) * (1 + len(plan) * (2 if perplexity else 1)))
-            job.partial = lambda: frame_of([], planned=len(plan) * len(prepared), scored=score is not None)
-        if not await self._measure(prepared, _called(prompt)):
-            await self._measure_stock()
+        if progress is not None:
+            total = len(prepared) * (1 + len(plan) * (2 if perplexity else 1))
+            progress.expect(total, lambda: frame_of([], planned=len(plan) * len(prepared), scored=score is not None))
+        if not await self._measure(prepared, _called(prompt), progress):
+            await self._measure_stock(progress)
         vectors = {cell.layer: cell.vector for cell in plan}
-        resolved = await self._resolve(vectors, list({cell.bound for cell in plan}))
+        resolved = await self._resolve(vectors, list({cell.bound for cell in plan}), progress)
         grid = Grid(
-            self.model,
+            self,
             prepared,
             [cell.scaled(resolved[cell.layer, cell.bound], operation) for cell in plan],
             operation=operation,
@@ -457,11 +473,65 @@ class AsyncLab(Fixed):
             norms=self.norms,
             perplexity=perplexity,
             score=score,
-            sampling=sampling,
+            sampling={**sampling, "progress": progress},
         )
-        if job is not None:
-            job.partial = grid.frame
+        if progress is not None:
+            progress.expect(total, grid.frame)
         return await grid.run()
+
+    @overload
+    async def capture(
+        self,
+        prompts: Sequence[Any],
+        layers: int | Sequence[int],
+        reduce: Literal["last", "mean"] = "last",
+        *,
+        directions: Directions | None = None,
+        where: Where | str = "prompt",
+        steering: SteeringSpec | Literal["session"] | None = None,
+        attention_sinks: bool = False,
+        chat_options: dict[str, Any] | None = None,
+        max_tokens: int = 1,
+        temperature: float = 0.0,
+        progress: Progress | None = None,
+        **sampling: Any,
+    ) -> PooledActivations: ...
+
+    @overload
+    async def capture(
+        self,
+        prompts: Sequence[Any],
+        layers: int | Sequence[int],
+        reduce: Literal["norm", "projection"],
+        *,
+        directions: Directions | None = None,
+        where: Where | str = "prompt",
+        steering: SteeringSpec | Literal["session"] | None = None,
+        attention_sinks: bool = False,
+        chat_options: dict[str, Any] | None = None,
+        max_tokens: int = 1,
+        temperature: float = 0.0,
+        progress: Progress | None = None,
+        **sampling: Any,
+    ) -> pd.DataFrame: ...
+
+    @overload
+    async def capture(
+        self,
+        prompts: Sequence[Any],
+        layers: int | Sequence[int],
+        reduce: str,
+        *,
+        directions: Directions | None = None,
+        where: Where | str = "prompt",
+        steering: SteeringSpec | Literal["session"] | None = None,
+        attention_sinks: bool = False,
+        chat_options: dict[str, Any] | None = None,
+        max_tokens: int = 1,
+        temperature: float = 0.0,
+        progress: Progress | None = None,
+        **sampling: Any,
+    ) -> PooledActivations | pd.DataFrame: ...
 
     async def capture(
         self,
@@ -469,13 +539,14 @@ class AsyncLab(Fixed):
         layers: int | Sequence[int],
         reduce: str = "last",
         *,
-        directions: Mapping[str, Any] | Sequence[str] | None = None,
+        directions: Directions | None = None,
         where: Where | str = "prompt",
         steering: SteeringSpec | Literal["session"] | None = None,
         attention_sinks: bool = False,
         chat_options: dict[str, Any] | None = None,
         max_tokens: int = 1,
         temperature: float = 0.0,
+        progress: Progress | None = None,
         **sampling: Any,
     ) -> PooledActivations | pd.DataFrame:
         """Run many prompts and keep of each only a reduction of its activations, made where they are.
@@ -505,6 +576,8 @@ class AsyncLab(Fixed):
             Whether attention sinks count in a mean.
         max_tokens, temperature, sampling
             As for ``generate``. An answer of n tokens has n − 1 rows.
+        progress
+            As for :meth:`steer`; its ``partial`` is the finished part.
 
         Returns
         -------
@@ -520,30 +593,29 @@ class AsyncLab(Fixed):
                 f"single one write [prompt]"
             )
         collection = Collection(
-            self.model,
+            self,
             self.history,
             prompts,
-            as_layers(layers, self.model.layer_count, "capture"),
+            as_layers(layers, self.layer_count, "capture"),
             reduce,
             attention_sinks=attention_sinks,
             directions=directions_named(directions, self.vectors),
             where=where,
-            steering=self._steering(steering, "capture"),
+            steering=self._spec(steering, "capture"),
             chat_options=chat_options,
             sampling={"max_tokens": max_tokens, "temperature": temperature, **sampling},
+            progress=progress,
         )
-        job = CURRENT.get()
-        if job is not None:
-            job.expect(len(prompts))
-            job.partial = collection.result
+        if progress is not None:
+            progress.expect(len(prompts), collection.result)
         return await collection.run()
 
-    def _steering(self, steering: Any, what: str) -> SteeringSpec:
+    def _spec(self, steering: Any, what: str) -> SteeringSpec:
         """Return the spec that an argument stands for: None is none, ``"session"`` the one in force."""
         if steering is None:
             return SteeringSpec.none()
         if isinstance(steering, str) and steering == "session":
-            return self.model.export_steering_spec()
+            return self.export_steering_spec()
         if not isinstance(steering, SteeringSpec):
             raise RequestError(f"{what}: steering must be a SteeringSpec, 'session' or None, got {steering!r}")
         found: SteeringSpec = spec_named(steering, self.vectors)
@@ -566,6 +638,7 @@ class AsyncLab(Fixed):
         shuffles: int = 20,
         splits: int = 10,
         seed: int = 0,
+        progress: Progress | None = None,
     ) -> Direction:
         """Build the direction from ``negative`` to ``positive`` texts, test it, and keep it in :attr:`vectors`.
 
@@ -598,6 +671,8 @@ class AsyncLab(Fixed):
             While capturing. None is no steering, whatever is in force; ``"session"`` is the session-wide steering.
         folds, shuffles, splits, seed
             Of the test; see :func:`chatspace_lab.analysis.difference_of_means`.
+        progress
+            As for :meth:`steer`.
 
         Returns
         -------
@@ -634,6 +709,7 @@ class AsyncLab(Fixed):
             shuffles=shuffles,
             splits=splits,
             seed=seed,
+            progress=progress,
         )
 
     # -- keeping -----------------------------------------------------------------------------------------------------
@@ -648,13 +724,14 @@ class AsyncLab(Fixed):
         SessionError
             If the folder cannot be written, or has the name of a file.
         """
-        return self._save(folder)
+        return self.write(folder)
 
-    def _save(self, folder: str | Path) -> Path:
-        model = {name: getattr(self.model, name) for name in store.MODEL}
-        return store.save(folder, model, self.model.export_steering_spec(), self.history, self.vectors)
+    def write(self, folder: str | Path) -> Path:
+        """Do what :meth:`save` does, without a loop."""
+        model = {name: getattr(self, name) for name in store.MODEL}
+        return store.save(folder, model, self.export_steering_spec(), self.history, self.vectors)
 
-    async def load(self, folder: str | Path) -> None:
+    async def load(self, folder: str | Path, *, progress: Progress | None = None) -> None:
         """Bring back a saved session: its steering is in force, its vectors have their names, its runs are in history.
 
         A vector that has the same name is replaced; the runs are numbered anew.
@@ -672,19 +749,28 @@ class AsyncLab(Fixed):
         """
         described, steering, runs, vectors = store.load(folder)
         for name in ("hidden_size", "layer_count"):
-            if described[name] != getattr(self.model, name):
+            if described[name] != getattr(self, name):
                 raise SessionError(
                     f"{folder} was saved with {described['model_name']} ({name} {described[name]}); this model has "
-                    f"{getattr(self.model, name)}"
+                    f"{getattr(self, name)}"
                 )
-        saved, own = described["model_name"], self.model.model_name
+        saved, own = described["model_name"], self.model_name
         if Path(saved).name != Path(own).name:
-            tell(UserWarning(f"{folder} was saved with {saved}, and this model is {own}: its vectors may not fit"))
-        await self.model.apply_steering_spec(steering)
+            note = f"{folder} was saved with {saved}, and this model is {own}: its vectors may not fit"
+            _tell(progress, UserWarning(note))
+        await self.apply_steering_spec(steering)
         self.vectors.update(vectors)
         for run in runs:
             if self.history.find(run.request_id) is None:
                 self.history.add(run)
+
+
+def _tell(progress: Progress | None, note: str | Warning) -> None:
+    """Leave a note to who follows the call; without anybody, print it or issue the warning."""
+    if progress is None:
+        say(note)
+    else:
+        progress.notes.append(note)
 
 
 def _called(prompt: Any) -> str:

@@ -19,6 +19,7 @@ from chatspace_lab.session.sweep import as_layers
 from chatspace_lab.steering.where import Where, as_where
 
 if TYPE_CHECKING:
+    from chatspace_lab.engine.observer import Progress
     from chatspace_lab.session.aio import AsyncLab
 
 MIN_TEXTS = 6
@@ -40,6 +41,7 @@ async def build(
     where: Where | str | None,
     steering: Any,
     chat_options: dict[str, Any] | None,
+    progress: Progress | None,
     **test: Any,
 ) -> Direction:
     """Return the direction; see :meth:`chatspace_lab.session.aio.AsyncLab.direction`."""
@@ -68,12 +70,10 @@ async def build(
     if reduce not in ("mean", "last"):
         raise RequestError(f"direction: reduce must be 'mean' or 'last', got {reduce!r}")
     whole = reduce == "mean" and where is None
-    chosen = Where.span(1, lab.model.max_model_len) if whole else as_where("prompt" if where is None else where)
-    everywhere = (
-        range(lab.model.layer_count) if layers is None else as_layers(layers, lab.model.layer_count, "direction")
-    )
+    chosen = Where.span(1, lab.max_model_len) if whole else as_where("prompt" if where is None else where)
+    everywhere = range(lab.layer_count) if layers is None else as_layers(layers, lab.layer_count, "direction")
     capture = {"where": chosen, "steering": steering, "chat_options": chat_options}
-    pooled = await _captured(lab, [*positive, *negative], everywhere, reduce, capture)
+    pooled = await _captured(lab, [*positive, *negative], everywhere, reduce, {**capture, "progress": progress})
     count = len(positive)
     sides = [
         {layer: rows[part] for layer, rows in pooled.by_layer().items()} for part in (slice(count), slice(count, None))
@@ -83,10 +83,10 @@ async def build(
     words = averaged if whole else f"the {reduce} of {describe_where(chosen)}"
     details = {
         **fitted.details,
-        "layer_count": lab.model.layer_count,
+        "layer_count": lab.layer_count,
         "positions": words,
         "steering": pooled.steered,
-        "model": lab.model.model_name,
+        "model": lab.model_name,
     }
     direction = dataclasses.replace(fitted, details=details).tied(
         partial(_capture_again, weakref.ref(lab), list(everywhere), reduce, capture)
@@ -117,6 +117,6 @@ def _capture_again(
 ) -> PooledActivations:
     """Capture other texts in the same way, and wait for it. Called by ``Direction.auc_on``."""
     found = lab()
-    if found is None or not found.model.is_alive:
+    if found is None or not found.is_alive:
         raise AnalysisError("the lab that made this direction is closed, so it cannot run texts: give samples")
-    return found.model._loop.call(_captured(found, list(texts), layers, reduce, options))
+    return found.execution.loop.call(_captured(found, list(texts), layers, reduce, options))

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from chatspace_lab.analysis.frames import readings_frame
-from chatspace_lab.capture import CaptureHandle
+from chatspace_lab.capture import AsyncCaptureHandle
 from chatspace_lab.engine.model import VLLMSteerModel
+from chatspace_lab.engine.observer import Progress
 from chatspace_lab.engine.requests import seeds_of
 from chatspace_lab.engine.together import together
 from chatspace_lab.errors import RequestError
@@ -52,7 +53,7 @@ class Collection:
         Runs the prompts; takes note of readings.
     prompts
         Each one a prompt, or each one a conversation; all are checked here, before any runs.
-    layers, reduce, directions, where, steering, attention_sinks, chat_options, sampling
+    layers, reduce, directions, where, steering, attention_sinks, chat_options, sampling, progress
         As for :meth:`chatspace_lab.session.aio.AsyncLab.capture`.
 
     Raises
@@ -75,6 +76,7 @@ class Collection:
         attention_sinks: bool,
         chat_options: dict[str, Any] | None,
         sampling: dict[str, Any],
+        progress: Progress | None,
     ) -> None:
         if reduce not in REDUCTIONS:
             raise RequestError(f"capture: reduce is one of {', '.join(REDUCTIONS)}, got {reduce!r}")
@@ -92,7 +94,7 @@ class Collection:
         self._options = {"capture_layers": self._layers, "capture_where": where, **sampling}
         self._prompts = model.prepare(list(prompts), chat=chat, chat_options=chat_options, **self._options)
         self._names = [asked(prompt) for prompt in prompts]
-        self._options["steering"] = steering
+        self._options |= {"steering": steering, "progress": progress}
         self._seeds = seeds_of(self._prompts, self._options.pop("seed", None))
         self._kept: dict[int, Row] = {}
 
@@ -111,7 +113,7 @@ class Collection:
         async with handle:
             self._kept[index] = await self._row(text, handle)
 
-    async def _row(self, text: str, handle: CaptureHandle) -> Row:
+    async def _row(self, text: str, handle: AsyncCaptureHandle) -> Row:
         values: np.ndarray | Readings
         rows = rank(handle.spans, handle.computed)
         left_out: list[tuple[Any, ...]] = []
@@ -121,7 +123,7 @@ class Collection:
             places = handle.positions, handle.token_ids
             left_out = left_out_rows(handle.prompt_index, handle.layer_indices, norms, sinks(norms), *places)
         elif self._reduce in POOLS and rows:
-            values = (await handle.pool(self._reduce)).numpy()
+            values = (await handle.pool("mean" if self._reduce == "mean" else "last")).numpy()
         elif self._reduce in POOLS:  # an answer of one token has no row
             values = np.full((len(self._layers), self._model.hidden_size), np.nan, dtype=np.float32)
         else:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from chatspace_lab.engine.requests import Submission, sampling_of
 from chatspace_lab.engine.stream import StreamDelta
 from chatspace_lab.readings import Readings
-from chatspace_lab.session import job as jobs
 from chatspace_lab.steering.specs import AblationSpec, AddSpec, Operation, SteeringSpec
 from chatspace_lab.steering.vectors import content_key
 from chatspace_lab.steering.where import Where, as_where
@@ -110,7 +109,7 @@ class History:
     def __init__(self, limit: int = LIMIT, names: Callable[[], Mapping[bytes, str]] = dict) -> None:
         self._limit, self._names = limit, names
         self._runs: dict[str, Run] = {}
-        self._open: dict[str, tuple[Run, float, jobs.Job | None]] = {}
+        self._open: dict[str, tuple[Run, float]] = {}
         self._lock = threading.Lock()
         self._count = 0
 
@@ -119,7 +118,6 @@ class History:
     def began(self, submission: Submission) -> None:
         """Note a request."""
         prompt, chat = submission.prompt, submission.prompt.chat
-        job = jobs.CURRENT.get()
         run = Run(
             number=self._count,
             request_id=submission.request_id,
@@ -134,18 +132,14 @@ class History:
             capture_layers=list(submission.handle.layer_indices) if submission.handle else [],
         )
         self.add(run)
-        self._open[submission.request_id] = run, time.perf_counter(), job
-        if job is not None:
-            job.began(run)
+        self._open[submission.request_id] = run, time.perf_counter()
 
     def received(self, submission: Submission, piece: StreamDelta) -> None:
         """Note a piece."""
-        run, _, job = self._open[submission.request_id]
+        run, _ = self._open[submission.request_id]
         run.text += piece.text
         run.token_ids.extend(piece.token_ids)
         run.finish_reason = piece.finish_reason or run.finish_reason
-        if job is not None:
-            job.tokens += len(piece.token_ids)
 
     def read(self, submission: Submission, readings: Readings) -> None:
         """Note readings."""
@@ -153,7 +147,7 @@ class History:
 
     def ended(self, submission: Submission, error: BaseException | None) -> None:
         """Note the end."""
-        run, start, job = self._open.pop(submission.request_id)
+        run, start = self._open.pop(submission.request_id)
         run.seconds = time.perf_counter() - start
         if error is None:
             run.status = "done"
@@ -161,8 +155,6 @@ class History:
             run.status = "aborted"
         else:
             run.status, run.error = "failed", f"{type(error).__name__}: {error}"
-        if job is not None and error is None:
-            job.ended()
 
     # -- read by the user, in any thread -----------------------------------------------------------------------------
 

@@ -11,16 +11,18 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from chatspace_lab.chat import ChatResponse, Completion, message_of
+from chatspace_lab.chat import ChatResponse, Completion
 from chatspace_lab.engine.client import EngineClient
 from chatspace_lab.engine.config import VLLMSteeringConfig
 from chatspace_lab.engine.fixed import Fixed
 from chatspace_lab.engine.model import VLLMSteerModel
+from chatspace_lab.engine.observer import Progress
+from chatspace_lab.engine.requests import Ask, Conversation, Directions, PromptLike, Prompts, Steering
 from chatspace_lab.errors import (
     AnalysisError,
     CaptureError,
@@ -35,10 +37,11 @@ from chatspace_lab.errors import (
 from chatspace_lab.models import DEMO_NAME
 from chatspace_lab.quiet import quieten
 from chatspace_lab.session.aio import AsyncLab
+from chatspace_lab.session.bar import INTERRUPTS, Bar, say
 from chatspace_lab.session.card import card
-from chatspace_lab.session.history import History, Run, describe
+from chatspace_lab.session.handle import LabCaptureHandle
+from chatspace_lab.session.history import History, describe
 from chatspace_lab.session.in_force import SteeringInForce
-from chatspace_lab.session.job import CURRENT, INTERRUPTS, Bar, Job, say
 from chatspace_lab.session.start import StartDisplay, files_of, find_model, fits_beside
 from chatspace_lab.session.stream import LabStream
 from chatspace_lab.steering.names import directions_named
@@ -48,10 +51,33 @@ from chatspace_lab.steering.vectors import as_list
 
 if TYPE_CHECKING:
     import pandas as pd
+    from vllm import RequestOutput, SamplingParams
 
+    from chatspace_lab.analysis.direction import Direction
     from chatspace_lab.capture import CaptureHandle
+    from chatspace_lab.readings import Readings
+    from chatspace_lab.session.pooled import PooledActivations
+    from chatspace_lab.steering.where import Where
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def blocking(twin: Callable[..., Any]) -> Callable[[F], F]:
+    """Give a method the documentation of the async side's method of the same name."""
+    name = twin.__name__
+    way = ""
+    if inspect.iscoroutinefunction(twin):
+        way = f"\n\nThis blocks; ``await lab.aio.{name}(…)`` is the same in async code."
+    elif name.startswith("stream"):
+        way = f"\n\nThis is for a plain ``for`` loop; ``lab.aio.{name}(…)`` is for ``async for``."
+
+    def add(method: F) -> F:
+        method.__doc__ = f"{inspect.getdoc(twin)}{way}"
+        return method
+
+    return add
+
 
 MISUSE = (AnalysisError, CaptureError, MessageLocationError, RequestError, SteeringError)
 """Errors about what the caller gave."""
@@ -283,66 +309,624 @@ class LabSession(Fixed):
         ]
         return f"LabSession({', '.join(given)})"
 
-    # -- blocking ----------------------------------------------------------------------------------------------------
+    # -- waiting for the engine --------------------------------------------------------------------------------------
 
-    def _call(self, title: str, make: Callable[[], Coroutine[Any, Any, T]], default_length: bool = False) -> T:
+    def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the engine's loop and wait."""
+        return self._loop.call(coroutine)
+
+    def _call(
+        self,
+        title: str,
+        progress: Progress | None,
+        start: Callable[[Progress], Coroutine[Any, Any, T]],
+        *,
+        default_length: bool = False,
+    ) -> T:
         """Run a coroutine on the engine's loop and wait, with a bar if it takes long.
 
-        ``default_length`` tells that the caller gave no ``max_tokens``: answers that it cuts off are then told of.
+        Interrupted, what it had by then is in :attr:`partial`. With ``default_length`` the caller gave no
+        ``max_tokens``, and is told of answers that vLLM's default cuts off.
         """
-        job = Job(title)
-        mark = CURRENT.set(job)  # inherited by the tasks of this call
+        follow = Progress() if progress is None else progress
         try:
-            with Bar(job) as bar:
-                result = self._loop.call(make(), tick=bar.tick)
+            with Bar(title, follow) as bar:
+                result = self._loop.call(start(follow), tick=bar.tick)
         except INTERRUPTS:
-            self._keep(job)
+            found = follow.partial
+            if found is not None:
+                self.partial = found
+                print("interrupted: what had come by then is in lab.partial", file=sys.stderr)
             raise
         except MISUSE as error:
             raise error.with_traceback(None)  # noqa: B904 - it says what to do; the way to it is ours
         else:
-            cut = sum(run.finish_reason == "length" for run in job.runs) if default_length else 0
-            if cut:
-                job.notes.append(
-                    f"{cut} of {len(job.runs)} answers ended at vLLM's default of max_tokens=16; max_tokens=200 allows "
-                    f"longer ones"
+            if default_length and follow.cut_off:
+                follow.notes.append(
+                    f"{follow.cut_off} of {follow.total} answers ended at vLLM's default of max_tokens=16; "
+                    f"max_tokens=200 allows longer ones"
                 )
             return result
         finally:
-            CURRENT.reset(mark)
-            for note in job.notes:
-                say(note)
+            if progress is None:
+                for note in follow.notes:
+                    say(note)
 
-    def _keep(self, job: Job) -> None:
-        if job.partial is not None:
-            self.partial = job.partial()
-        elif job.runs:
-            self.partial = [_answer(run, self.tokenizer) for run in job.runs]
-        else:
-            return
-        print("interrupted: what had come by then is in lab.partial", file=sys.stderr)
+    def _ask(
+        self,
+        sampling_params: SamplingParams | None,
+        sampling: dict[str, Any],
+        capture_layers: Sequence[int] | None,
+        capture_where: Where | str,
+        steering: Steering,
+        **more: Any,
+    ) -> Ask:
+        """Return the arguments of a request; its captures have methods that block."""
+        make_handle = functools.partial(LabCaptureHandle, self._wait)
+        return Ask(sampling_params, sampling, capture_layers, capture_where, steering, make_handle=make_handle, **more)
+
+    # -- generating --------------------------------------------------------------------------------------------------
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | None = None,
+        *,
+        capture_layers: None = None,
+        capture_where: Where | str = "all",
+        steering: Steering = None,
+        raw_output: Literal[False] = False,
+        progress: Progress | None = None,
+        **sampling: Any,
+    ) -> list[Completion]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | None = None,
+        *,
+        capture_layers: Sequence[int],
+        capture_where: Where | str = "all",
+        steering: Steering = None,
+        raw_output: Literal[False] = False,
+        progress: Progress | None = None,
+        **sampling: Any,
+    ) -> tuple[list[Completion], list[LabCaptureHandle]]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | None = None,
+        *,
+        capture_layers: None = None,
+        capture_where: Where | str = "all",
+        steering: Steering = None,
+        raw_output: Literal[True],
+        progress: Progress | None = None,
+        **sampling: Any,
+    ) -> list[RequestOutput]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | None = None,
+        *,
+        capture_layers: Sequence[int],
+        capture_where: Where | str = "all",
+        steering: Steering = None,
+        raw_output: Literal[True],
+        progress: Progress | None = None,
+        **sampling: Any,
+    ) -> tuple[list[RequestOutput], list[LabCaptureHandle]]: ...
+
+    @blocking(AsyncLab.generate)
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | None = None,
+        *,
+        capture_layers: Sequence[int] | None = None,
+        capture_where: Where | str = "all",
+        steering: Steering = None,
+        raw_output: bool = False,
+        progress: Progress | None = None,
+        **sampling: Any,
+    ) -> Any:
+        """Complete one prompt or several."""
+
+        def start(follow: Progress) -> Coroutine[Any, Any, Any]:
+            common = sampling_params, sampling, capture_layers, capture_where, steering
+            ask = self._ask(*common, raw_output=raw_output, progress=follow)
+            return self.aio.execution.generate(prompts, ask)
+
+        default_length = sampling_params is None and "max_tokens" not in sampling
+        return self._call("generate", progress, start, default_length=default_length)
+
+    @overload
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | None = None,
+        *,
+        chat_options: dict[str, Any] | None = None,
+        capture_layers: None = None,
+        capture_where: Where | str = "all",
+        steering: Steering = None,
+        raw_output: Literal[False] = False,
+        progress: Progress | None = None,
+        **sampling: Any,
+    ) -> list[ChatResponse]: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | None = None,
+        *,
+        chat_options: dict[str, Any] | None = None,
+        capture_layers: Sequence[int],
+        capture_where: Where | str = "all",
+        steering: Steering = None,
+        raw_output: Literal[False] = False,
+        progress: Progress | None = None,
+        **sampling: Any,
+    ) -> tuple[list[ChatResponse], list[LabCaptureHandle]]: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | None = None,
+        *,
+        chat_options: dict[str, Any] | None = None,
+        capture_layers: None = None,
+        capture_where: Where | str = "all",
+        steering: Steering = None,
+        raw_output: Literal[True],
+        progress: Progress | None = None,
+        **sampling: Any,
+    ) -> list[RequestOutput]: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | None = None,
+        *,
+        chat_options: dict[str, Any] | None = None,
+        capture_layers: Sequence[int],
+        capture_where: Where | str = "all",
+        steering: Steering = None,
+        raw_output: Literal[True],
+        progress: Progress | None = None,
+        **sampling: Any,
+    ) -> tuple[list[RequestOutput], list[LabCaptureHandle]]: ...
+
+    @blocking(AsyncLab.chat)
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | None = None,
+        *,
+        chat_options: dict[str, Any] | None = None,
+        capture_layers: Sequence[int] | None = None,
+        capture_where: Where | str = "all",
+        steering: Steering = None,
+        raw_output: bool = False,
+        progress: Progress | None = None,
+        **sampling: Any,
+    ) -> Any:
+        """Answer one conversation or several."""
+
+        def start(follow: Progress) -> Coroutine[Any, Any, Any]:
+            common = sampling_params, sampling, capture_layers, capture_where, steering
+            ask = self._ask(*common, raw_output=raw_output, progress=follow)
+            return self.aio.execution.chat(messages, chat_options, ask)
+
+        default_length = sampling_params is None and "max_tokens" not in sampling
+        return self._call("chat", progress, start, default_length=default_length)
+
+    @blocking(AsyncLab.ask)
+    def ask(
+        self, text: str, *, system: str | None = None, progress: Progress | None = None, **options: Any
+    ) -> ChatResponse:
+        """Answer one user message."""
+        return self._call(
+            "ask",
+            progress,
+            lambda follow: self.aio.ask(text, system=system, progress=follow, **options),
+            default_length=not {"max_tokens", "sampling_params"} & set(options),
+        )
+
+    @blocking(AsyncLab.stream)
+    def stream(
+        self,
+        prompt: PromptLike,
+        sampling_params: SamplingParams | None = None,
+        *,
+        capture_layers: Sequence[int] | None = None,
+        capture_where: Where | str = "all",
+        steering: SteeringSpec | None = None,
+        read_layers: Sequence[int] | None = None,
+        directions: Directions | None = None,
+        **sampling: Any,
+    ) -> LabStream:
+        """Complete one prompt piece by piece, in a plain ``for`` loop."""
+        execution = self.aio.execution
+        ask = self._ask(sampling_params, sampling, capture_layers, capture_where, steering, read_layers=read_layers)
+        return LabStream(self, execution.stream(execution.prompts(prompt), ask, directions))
+
+    @blocking(AsyncLab.stream_chat)
+    def stream_chat(
+        self,
+        messages: Conversation,
+        sampling_params: SamplingParams | None = None,
+        *,
+        chat_options: dict[str, Any] | None = None,
+        capture_layers: Sequence[int] | None = None,
+        capture_where: Where | str = "all",
+        steering: SteeringSpec | None = None,
+        read_layers: Sequence[int] | None = None,
+        directions: Directions | None = None,
+        **sampling: Any,
+    ) -> LabStream:
+        """Answer one conversation piece by piece, in a plain ``for`` loop."""
+        execution = self.aio.execution
+        ask = self._ask(sampling_params, sampling, capture_layers, capture_where, steering, read_layers=read_layers)
+        return LabStream(self, execution.stream(execution.conversations(messages, chat_options), ask, directions))
+
+    # -- captures ----------------------------------------------------------------------------------------------------
+
+    @overload
+    def capture(
+        self,
+        prompts: Sequence[Any],
+        layers: int | Sequence[int],
+        reduce: Literal["last", "mean"] = "last",
+        *,
+        directions: Directions | None = None,
+        where: Where | str = "prompt",
+        steering: SteeringSpec | Literal["session"] | None = None,
+        attention_sinks: bool = False,
+        chat_options: dict[str, Any] | None = None,
+        max_tokens: int = 1,
+        temperature: float = 0.0,
+        progress: Progress | None = None,
+        **sampling: Any,
+    ) -> PooledActivations: ...
+
+    @overload
+    def capture(
+        self,
+        prompts: Sequence[Any],
+        layers: int | Sequence[int],
+        reduce: Literal["norm", "projection"],
+        *,
+        directions: Directions | None = None,
+        where: Where | str = "prompt",
+        steering: SteeringSpec | Literal["session"] | None = None,
+        attention_sinks: bool = False,
+        chat_options: dict[str, Any] | None = None,
+        max_tokens: int = 1,
+        temperature: float = 0.0,
+        progress: Progress | None = None,
+        **sampling: Any,
+    ) -> pd.DataFrame: ...
+
+    @overload
+    def capture(
+        self,
+        prompts: Sequence[Any],
+        layers: int | Sequence[int],
+        reduce: str,
+        *,
+        directions: Directions | None = None,
+        where: Where | str = "prompt",
+        steering: SteeringSpec | Literal["session"] | None = None,
+        attention_sinks: bool = False,
+        chat_options: dict[str, Any] | None = None,
+        max_tokens: int = 1,
+        temperature: float = 0.0,
+        progress: Progress | None = None,
+        **sampling: Any,
+    ) -> PooledActivations | pd.DataFrame: ...
+
+    @blocking(AsyncLab.capture)
+    def capture(
+        self,
+        prompts: Sequence[Any],
+        layers: int | Sequence[int],
+        reduce: str = "last",
+        *,
+        directions: Directions | None = None,
+        where: Where | str = "prompt",
+        steering: SteeringSpec | Literal["session"] | None = None,
+        attention_sinks: bool = False,
+        chat_options: dict[str, Any] | None = None,
+        max_tokens: int = 1,
+        temperature: float = 0.0,
+        progress: Progress | None = None,
+        **sampling: Any,
+    ) -> PooledActivations | pd.DataFrame:
+        """Run many prompts and keep of each only a reduction of its activations."""
+        return self._call(
+            "capture",
+            progress,
+            lambda follow: self.aio.capture(
+                prompts,
+                layers,
+                reduce,
+                directions=directions,
+                where=where,
+                steering=steering,
+                attention_sinks=attention_sinks,
+                chat_options=chat_options,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                progress=follow,
+                **sampling,
+            ),
+        )
+
+    @blocking(AsyncLab.fetch_captures_batch)
+    def fetch_captures_batch(self, handles: Sequence[CaptureHandle]) -> None:
+        """Bring the rows of many handles into this process in one round."""
+        self._wait(self.aio.fetch_captures_batch(handles))
+
+    @blocking(AsyncLab.read_captures)
+    def read_captures(
+        self,
+        handles: Sequence[CaptureHandle],
+        directions: Directions | None = None,
+        *,
+        layers: Sequence[int] | None = None,
+    ) -> list[Readings]:
+        """Return the norm of each row, and its projection on directions."""
+        return self._wait(self.aio.read_captures(handles, directions, layers=layers))
+
+    @blocking(AsyncLab.measure)
+    def measure(
+        self,
+        prompt: Any = None,
+        *,
+        chat_options: dict[str, Any] | None = None,
+        progress: Progress | None = None,
+    ) -> pd.DataFrame:
+        """Measure the residual stream's norm on a prompt."""
+        return self._call(
+            "measure", progress, lambda follow: self.aio.measure(prompt, chat_options=chat_options, progress=follow)
+        )
+
+    @blocking(AsyncLab.direction)
+    def direction(
+        self,
+        positive: Sequence[Any],
+        negative: Sequence[Any],
+        *,
+        name: str,
+        layers: int | Sequence[int] | None = None,
+        method: str = "difference of means",
+        groups: Iterable[Hashable] | None = None,
+        reduce: str | None = None,
+        where: Where | str | None = None,
+        steering: SteeringSpec | Literal["session"] | None = None,
+        chat_options: dict[str, Any] | None = None,
+        folds: int = 5,
+        shuffles: int = 20,
+        splits: int = 10,
+        seed: int = 0,
+        progress: Progress | None = None,
+    ) -> Direction:
+        """Build the direction from ``negative`` to ``positive`` texts, test it, and keep it in :attr:`vectors`."""
+        return self._call(
+            "direction",
+            progress,
+            lambda follow: self.aio.direction(
+                positive,
+                negative,
+                name=name,
+                layers=layers,
+                method=method,
+                groups=groups,
+                reduce=reduce,
+                where=where,
+                steering=steering,
+                chat_options=chat_options,
+                folds=folds,
+                shuffles=shuffles,
+                splits=splits,
+                seed=seed,
+                progress=follow,
+            ),
+        )
+
+    @blocking(AsyncLab.sweep)
+    def sweep(
+        self,
+        prompt: Any,
+        layers: int | Sequence[int],
+        vector: Any,
+        scales: Iterable[float | str] | None = None,
+        *,
+        doses: Iterable[float] | None = None,
+        operation: str = "add",
+        bound: str = "max",
+        read_layer: int | None = None,
+        perplexity: bool = True,
+        score: Callable[[str], float] | None = None,
+        chat_options: dict[str, Any] | None = None,
+        max_tokens: int = 48,
+        temperature: float = 0.0,
+        progress: Progress | None = None,
+        **sampling: Any,
+    ) -> pd.DataFrame:
+        """Run every layer with every scale as one batch."""
+        return self._call(
+            "sweep",
+            progress,
+            lambda follow: self.aio.sweep(
+                prompt,
+                layers,
+                vector,
+                scales,
+                doses=doses,
+                operation=operation,
+                bound=bound,
+                read_layer=read_layer,
+                perplexity=perplexity,
+                score=score,
+                chat_options=chat_options,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                progress=follow,
+                **sampling,
+            ),
+        )
+
+    # -- session-wide steering ---------------------------------------------------------------------------------------
+
+    @blocking(AsyncLab.steer)
+    def steer(
+        self,
+        layers: int | Sequence[int],
+        vector: Any,
+        scale: float | None = None,
+        *,
+        dose: float | None = None,
+        progress: Progress | None = None,
+    ) -> SteeringInForce:
+        """Add a vector at one or several layers from now on."""
+        return self._call(
+            "steer", progress, lambda follow: self.aio.steer(layers, vector, scale, dose=dose, progress=follow)
+        )
+
+    @blocking(AsyncLab.cap)
+    def cap(
+        self,
+        layers: int | Sequence[int],
+        vector: Any,
+        min: float | str | None = None,  # noqa: A002
+        max: float | str | None = None,  # noqa: A002
+        *,
+        min_dose: float | None = None,
+        max_dose: float | None = None,
+        progress: Progress | None = None,
+    ) -> SteeringInForce:
+        """Clamp the component along a vector to ``[min, max]`` at one or several layers from now on."""
+        return self._call(
+            "cap",
+            progress,
+            lambda follow: self.aio.cap(
+                layers, vector, min, max, min_dose=min_dose, max_dose=max_dose, progress=follow
+            ),
+        )
+
+    @blocking(AsyncLab.ablate)
+    def ablate(self, layers: int | Sequence[int], vector: Any, scale: float = 0.0) -> SteeringInForce:
+        """Multiply the component along a vector by ``scale`` at one or several layers from now on."""
+        return self._wait(self.aio.ablate(layers, vector, scale))
+
+    @blocking(AsyncLab.clear)
+    def clear(self, layers: int | Sequence[int] | None = None) -> SteeringInForce:
+        """Remove all session-wide steering at some layers, at all with None."""
+        return self._wait(self.aio.clear(layers))
+
+    @blocking(AsyncLab.in_force)
+    def in_force(self) -> SteeringInForce:
+        """Return all session-wide steering."""
+        return self.aio.in_force()
 
     @contextlib.contextmanager
     def steering(self, spec: SteeringSpec) -> Iterator[None]:
         """Steer by ``spec`` inside the block; what was in force before comes back, whatever ends the block."""
-        block = self._model.steering(spec)
-        self._loop.call(block.__aenter__())
+        block = self.aio.steering(spec)
+        self._wait(block.__aenter__())
         try:
             yield
         finally:
-            self._loop.call(block.__aexit__(None, None, None))
+            self._wait(block.__aexit__(None, None, None))
 
-    def export_steering_spec(self) -> SteeringSpec:
-        """Return the session-wide steering in force."""
-        return self._model.export_steering_spec()
+    @blocking(AsyncLab.set_layer_vector)
+    def set_layer_vector(self, layer_idx: int, vector: Any, scale: float = 1.0) -> None:
+        """Add ``scale · vector`` at a layer from now on."""
+        self._wait(self.aio.set_layer_vector(layer_idx, vector, scale))
 
-    def in_force(self) -> SteeringInForce:
-        """Return the session-wide steering; its repr tells vectors by name, layers, scales and doses."""
-        return self.aio.in_force()
-
+    @blocking(AsyncLab.set_target_layer)
     def set_target_layer(self, layer_idx: int) -> None:
         """Choose the layer of :meth:`set_vector`."""
-        self._model.set_target_layer(layer_idx)
+        self.aio.set_target_layer(layer_idx)
+
+    @blocking(AsyncLab.set_vector)
+    def set_vector(self, vector: Any, scale: float = 1.0) -> None:
+        """Add ``scale · vector`` at the layer chosen by :meth:`set_target_layer`."""
+        self._wait(self.aio.set_vector(vector, scale))
+
+    @blocking(AsyncLab.clear_layer_vector)
+    def clear_layer_vector(self, layer_idx: int) -> None:
+        """Add nothing at a layer any more."""
+        self._wait(self.aio.clear_layer_vector(layer_idx))
+
+    @blocking(AsyncLab.clear_all_vectors)
+    def clear_all_vectors(self) -> None:
+        """Remove all session-wide steering."""
+        self._wait(self.aio.clear_all_vectors())
+
+    @blocking(AsyncLab.set_layer_projection_cap)
+    def set_layer_projection_cap(
+        self,
+        layer_idx: int,
+        vector: Any,
+        min: float | None = None,  # noqa: A002
+        max: float | None = None,  # noqa: A002
+    ) -> None:
+        """Clamp the component along ``vector`` at a layer to ``[min, max]`` from now on."""
+        self._wait(self.aio.set_layer_projection_cap(layer_idx, vector, min, max))
+
+    @blocking(AsyncLab.clear_layer_projection_cap)
+    def clear_layer_projection_cap(self, layer_idx: int) -> None:
+        """Cap nothing at a layer any more."""
+        self._wait(self.aio.clear_layer_projection_cap(layer_idx))
+
+    @blocking(AsyncLab.set_layer_ablation)
+    def set_layer_ablation(self, layer_idx: int, vector: Any, scale: float = 0.0) -> None:
+        """Multiply the component along ``vector`` at a layer by ``scale`` from now on."""
+        self._wait(self.aio.set_layer_ablation(layer_idx, vector, scale))
+
+    @blocking(AsyncLab.clear_layer_ablation)
+    def clear_layer_ablation(self, layer_idx: int) -> None:
+        """Ablate nothing at a layer any more."""
+        self._wait(self.aio.clear_layer_ablation(layer_idx))
+
+    @blocking(AsyncLab.apply_steering_spec)
+    def apply_steering_spec(self, spec: SteeringSpec) -> None:
+        """Replace all session-wide steering by ``spec``."""
+        self._wait(self.aio.apply_steering_spec(spec))
+
+    @blocking(AsyncLab.update_steering_spec)
+    def update_steering_spec(self, update: Callable[[SteeringSpec], SteeringSpec]) -> None:
+        """Replace the session-wide steering by ``update`` of what is in force then."""
+        self._wait(self.aio.update_steering_spec(update))
+
+    @blocking(AsyncLab.push_steering_spec)
+    def push_steering_spec(self, spec: SteeringSpec) -> None:
+        """Remember the steering in force on a stack and replace it by ``spec``."""
+        self._wait(self.aio.push_steering_spec(spec))
+
+    @blocking(AsyncLab.pop_steering_spec)
+    def pop_steering_spec(self) -> SteeringSpec:
+        """Bring back, and return, the steering that the last push replaced."""
+        return self._wait(self.aio.pop_steering_spec())
+
+    @blocking(AsyncLab.export_steering_spec)
+    def export_steering_spec(self) -> SteeringSpec:
+        """Return the session-wide steering in force."""
+        return self.aio.export_steering_spec()
+
+    # -- tables and files --------------------------------------------------------------------------------------------
 
     def frame(
         self,
@@ -358,20 +942,23 @@ class LabSession(Fixed):
 
         several = as_list(handles)
         if any(getattr(handle, "state", None) != "fetched" for handle in several):
-            self._call("fetch", lambda: self._model.fetch_captures_batch(several))
+            self.fetch_captures_batch(several)
         return token_frame(several, self.tokenizer, directions_named(directions, self.vectors), layers)
 
+    @blocking(AsyncLab.save)
     def save(self, folder: str | Path) -> Path:
-        """Write history, session-wide steering and named vectors to a folder, as JSON and safetensors.
+        """Write history, session-wide steering and named vectors to a folder."""
+        return self.aio.write(folder)  # not on the engine's loop: a lab that is closed can be saved too
 
-        A lab that is closed can still be saved. Returns the folder.
+    @blocking(AsyncLab.load)
+    def load(self, folder: str | Path, *, progress: Progress | None = None) -> None:
+        """Bring back a saved session."""
+        self._call("load", progress, lambda follow: self.aio.load(folder, progress=follow))
 
-        Raises
-        ------
-        SessionError
-            If the folder cannot be written, or has the name of a file.
-        """
-        return self.aio._save(folder)
+    @blocking(AsyncLab.stats)
+    def stats(self) -> dict[str, Any]:
+        """Return what the first worker holds for this session."""
+        return self._wait(self.aio.stats())
 
     # -- panels ------------------------------------------------------------------------------------------------------
 
@@ -420,7 +1007,7 @@ class LabSession(Fixed):
         stats = None
         if self.is_alive:
             with contextlib.suppress(EngineDeadError):
-                stats = self._loop.call(self._model.stats())
+                stats = self.stats()
         return card(self, self._name, stats)
 
     @classmethod
@@ -442,51 +1029,3 @@ def _panels() -> Any:
 
 def _as_given(model: Any) -> Any:
     return copy.deepcopy(model) if isinstance(model, VLLMSteeringConfig) else model
-
-
-def _answer(run: Run, tokenizer: Any) -> str:
-    if run.messages is None:
-        return Completion(run.text, run.finish_reason)
-    prompt = "" if run.prefill else run.prompt or ""
-    message = message_of(tokenizer, prompt, run.prefill, run.text, run.token_ids)
-    return ChatResponse(run.text, run.prefill, run.finish_reason, message)
-
-
-ANSWERS = ("ask", "chat", "generate")
-"""Methods whose answers have at most 16 tokens unless ``max_tokens`` is given."""
-
-
-def _twin(name: str, function: Any) -> Any:
-    @functools.wraps(function)
-    def method(self: LabSession, *args: Any, **kwargs: Any) -> Any:
-        default_length = name in ANSWERS and len(args) < 2 and not {"max_tokens", "sampling_params"} & set(kwargs)
-        return self._call(name, lambda: getattr(self.aio, name)(*args, **kwargs), default_length)
-
-    method.__qualname__ = f"LabSession.{name}"
-    method.__doc__ = (
-        f"{inspect.getdoc(function)}\n\nThis blocks; ``await lab.aio.{name}(…)`` is the same in async code."
-    )
-    return method
-
-
-def _stream_twin(name: str, function: Any) -> Any:
-    @functools.wraps(function)
-    def method(self: LabSession, *args: Any, **kwargs: Any) -> LabStream:
-        return LabStream(self, getattr(self._model, name)(*args, **kwargs))
-
-    method.__qualname__ = f"LabSession.{name}"
-    way = f"This is for a plain ``for`` loop; ``lab.aio.{name}(…)`` is for ``async for``."
-    method.__doc__ = f"{inspect.getdoc(function)}\n\n{way}"
-    return method
-
-
-def _add_twins() -> None:
-    for name in ("stream", "stream_chat"):
-        setattr(LabSession, name, _stream_twin(name, getattr(VLLMSteerModel, name)))
-    for source in (VLLMSteerModel, AsyncLab):
-        for name, function in inspect.getmembers(source, inspect.iscoroutinefunction):
-            if not name.startswith("_") and name not in ("aclose", "save"):  # close() is its twin; save needs no engine
-                setattr(LabSession, name, _twin(name, function))
-
-
-_add_twins()

@@ -10,9 +10,10 @@ import numpy as np
 
 from chatspace_lab.analysis.tokens import token_texts
 from chatspace_lab.engine.model import VLLMSteerModel
+from chatspace_lab.engine.observer import Progress
 from chatspace_lab.engine.requests import Prompt
 from chatspace_lab.errors import RequestError
-from chatspace_lab.readings import SINK, mean_without, typical_norms
+from chatspace_lab.readings import SINK, Readings, mean_without, typical_norms
 from chatspace_lab.steering.specs import SteeringSpec
 from chatspace_lab.steering.vectors import as_number
 
@@ -71,7 +72,10 @@ LEFT_OUT = ("prompt_index", "layer", "position", "token_id", "token", "norm", "t
 
 
 async def measure(
-    model: VLLMSteerModel, prompts: Sequence[Prompt], usual: Mapping[int, float] | None = None
+    model: VLLMSteerModel,
+    prompts: Sequence[Prompt],
+    progress: Progress | None = None,
+    usual: Mapping[int, float] | None = None,
 ) -> Measured:
     """Run prompts unsteered, and measure the residual stream's norm at every layer.
 
@@ -81,7 +85,7 @@ async def measure(
     layers = range(model.layer_count)
     found, rows, plain = [], list[tuple[Any, ...]](), True
     most = np.array([SINK * usual[layer] if usual else np.inf for layer in layers])[:, None]
-    for index, readings in enumerate(await _read(model, prompts, layers, None)):
+    for index, readings in enumerate(await _read(model, prompts, layers, None, progress)):
         means, left_out = typical_norms(readings.norm, readings.positions)
         plain = plain and bool((readings.norm.max(axis=1) > SINK * means).any())
         left_out |= (means[:, None] > most) & (readings.norm > most)
@@ -92,7 +96,9 @@ async def measure(
     return Measured(by_layer, left_out_frame(rows, model.tokenizer), plain or usual is not None)
 
 
-async def plain_projections(model: VLLMSteerModel, vectors: Mapping[int, Any]) -> dict[int, np.ndarray]:
+async def plain_projections(
+    model: VLLMSteerModel, vectors: Mapping[int, Any], progress: Progress | None = None
+) -> dict[int, np.ndarray]:
     """Return x·u of the tokens of the stock text, attention sinks left out, ``[tokens]`` for each layer.
 
     Parameters
@@ -102,7 +108,7 @@ async def plain_projections(model: VLLMSteerModel, vectors: Mapping[int, Any]) -
     """
     prompts = model.prepare(list(PLAIN_TEXTS), chat=False, max_tokens=1)
     parts: dict[int, list[np.ndarray]] = {layer: [] for layer in vectors}
-    for readings in await _read(model, prompts, sorted(vectors), {"u": dict(vectors)}):
+    for readings in await _read(model, prompts, sorted(vectors), {"u": dict(vectors)}, progress):
         kept = ~typical_norms(readings.norm, readings.positions)[1]
         for at, layer in enumerate(readings.layers):
             parts[layer].append(readings.projection("u")[at, kept[at]].astype(np.float64))
@@ -110,8 +116,12 @@ async def plain_projections(model: VLLMSteerModel, vectors: Mapping[int, Any]) -
 
 
 async def _read(
-    model: VLLMSteerModel, prompts: Sequence[Prompt], layers: Sequence[int], directions: Mapping[str, Any] | None
-) -> list[Any]:
+    model: VLLMSteerModel,
+    prompts: Sequence[Prompt],
+    layers: Sequence[int],
+    directions: Mapping[str, Any] | None,
+    progress: Progress | None,
+) -> list[Readings]:
     _, handles = await model.generate(
         list(prompts),
         temperature=0.0,
@@ -119,6 +129,7 @@ async def _read(
         steering=SteeringSpec.none(),
         capture_layers=layers,
         capture_where="prompt",
+        progress=progress,
     )
     try:
         return await model.read_captures(handles, directions)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from chatspace_lab.engine.loop import LoopThread
 from chatspace_lab.engine.stream import StreamDelta, TextStream
-from chatspace_lab.session.job import INTERRUPTS
+from chatspace_lab.session.bar import INTERRUPTS
 
 if TYPE_CHECKING:
-    from chatspace_lab.capture import CaptureHandle
     from chatspace_lab.chat import ChatResponse
     from chatspace_lab.readings import Readings
+    from chatspace_lab.session.handle import LabCaptureHandle
     from chatspace_lab.session.lab import LabSession
 
 
@@ -33,7 +33,7 @@ class LabStream(Iterator[StreamDelta]):
     def __init__(self, lab: LabSession, stream: TextStream) -> None:
         self._open = False
         self._lab, self._stream = lab, stream
-        self._loop: LoopThread = lab.model._loop
+        self._loop: LoopThread = lab.aio.execution.loop
 
     def __iter__(self) -> LabStream:
         return self
@@ -69,9 +69,9 @@ class LabStream(Iterator[StreamDelta]):
         return self._stream.finish_reason
 
     @property
-    def handle(self) -> CaptureHandle | None:
+    def handle(self) -> LabCaptureHandle | None:
         """The captures, if asked for."""
-        return self._stream.handle
+        return cast("LabCaptureHandle | None", self._stream.handle)  # made by LabSession.stream
 
     @property
     def readings(self) -> Readings | None:

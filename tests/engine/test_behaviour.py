@@ -94,9 +94,9 @@ def test_cancelling_a_generate_that_waits_for_the_lock(model: VLLMSteerModel, ve
         running = asyncio.create_task(model.generate(PROMPT, **LONG))
         await until(lambda: unfinished(model) == 1)
         change = asyncio.create_task(model.set_layer_vector(4, vector))
-        await until(lambda: len(model._lock._queue) == 1)
+        await until(lambda: len(model._steering.lock._queue) == 1)
         waiting = asyncio.create_task(model.generate(PROMPT, **SHORT, capture_layers=[0]))
-        await until(lambda: len(model._lock._queue) == 2)
+        await until(lambda: len(model._steering.lock._queue) == 2)
         await cancelled(waiting)
         await cancelled(change)
         assert not model.export_steering_spec()
@@ -242,7 +242,7 @@ def test_steering_is_restored_whenever_the_entry_is_cancelled(model: VLLMSteerMo
                 await asyncio.sleep(0)
             await cancelled(task)
             assert not model.export_steering_spec(), f"cancelled after {steps} steps"
-            assert not model._session.stack
+            assert not model._steering.stack
 
     asyncio.run(main())
 
@@ -295,7 +295,7 @@ def test_a_bad_spec_changes_nothing(model: VLLMSteerModel, vector: Any) -> None:
             async with model.steering(bad):
                 pass
         assert model.export_steering_spec() == before
-        assert not model._session.stack
+        assert not model._steering.stack
 
     asyncio.run(main())
 
@@ -352,7 +352,7 @@ def test_a_request_with_its_own_steering_needs_no_lock(model: VLLMSteerModel, ve
             running = asyncio.create_task(model.generate(PROMPT, **LONG))
             await until(lambda: unfinished(model) == 1)
             change = asyncio.create_task(model.set_layer_vector(4, vector))
-            await until(lambda: len(model._lock._queue) == 1)
+            await until(lambda: len(model._steering.lock._queue) == 1)
             assert (await model.generate(PROMPT, **SHORT, steering=spec))[0]
             assert (await model.generate(PROMPT, **SHORT, steering=SteeringSpec.none()))[0]
             await cancelled(running)

@@ -162,10 +162,10 @@ def test_left_while_it_waits_for_the_lock(model: VLLMSteerModel, vector: torch.T
         running = asyncio.create_task(model.generate(PROMPT, **LONG))
         await until(lambda: unfinished(model) == 1)
         change = asyncio.create_task(model.set_layer_vector(4, vector))
-        await until(lambda: len(model._lock._queue) == 1)
+        await until(lambda: len(model._steering.lock._queue) == 1)
         stream = model.stream(PROMPT, **LONG, capture_layers=[0])
         waiting = asyncio.create_task(anext(stream))
-        await until(lambda: len(model._lock._queue) == 2)
+        await until(lambda: len(model._steering.lock._queue) == 2)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting

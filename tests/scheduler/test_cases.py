@@ -78,7 +78,7 @@ async def _unchanged(model: VLLMSteerModel) -> AsyncIterator[None]:
     before = model.export_steering_spec()
     yield
     assert model.export_steering_spec() == before
-    assert not model._session.stack
+    assert not model._steering.stack
 
 
 @pytest.mark.parametrize("words", list(BAD_SPECS))

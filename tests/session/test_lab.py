@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-import inspect
 import json
 import math
 import os
@@ -27,7 +26,6 @@ from chatspace_lab import (
     LabSession,
     SteeringSpec,
     VLLMSteeringConfig,
-    VLLMSteerModel,
     Where,
 )
 from chatspace_lab.analysis import Direction, sweep_cells
@@ -43,7 +41,6 @@ from chatspace_lab.errors import (
     SteeringError,
     UnreadOptionWarning,
 )
-from chatspace_lab.session import AsyncLab
 from chatspace_lab.session.collect import AT_ONCE
 from chatspace_lab.session.measure import PLAIN_TEXTS
 from tests import tiny
@@ -57,11 +54,6 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 12}
 @pytest.fixture
 def v(lab: LabSession) -> torch.Tensor:
     return torch.randn(lab.hidden_size, generator=torch.Generator().manual_seed(5))
-
-
-def coroutines(source: type) -> dict[str, Any]:
-    found = inspect.getmembers(source, inspect.iscoroutinefunction)
-    return {name: function for name, function in found if not name.startswith("_")}
 
 
 @pytest.fixture(autouse=True)
@@ -91,24 +83,6 @@ def interrupted(lab: LabSession, call: Callable[[], Any], after: Callable[[], bo
 
 
 # -- twins ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("source", [VLLMSteerModel, AsyncLab])
-def test_every_coroutine_has_a_blocking_twin(source: type) -> None:
-    names = coroutines(source)
-    assert len(names) >= 8
-    for name, function in names.items():
-        if name == "aclose":  # close() is its twin
-            continue
-        twin = getattr(LabSession, name)
-        assert inspect.signature(twin) == inspect.signature(function), name
-        assert not inspect.iscoroutinefunction(twin)
-        assert inspect.getdoc(function) in inspect.getdoc(twin)
-    for name in ("stream", "stream_chat", "steering", "export_steering_spec", "set_target_layer"):
-        ours, theirs = (inspect.signature(getattr(each, name)) for each in (LabSession, VLLMSteerModel))
-        assert ours.parameters == theirs.parameters, name
-    public = {name for name in dir(VLLMSteerModel) if not name.startswith("_")}
-    assert public - set(dir(LabSession)) == {"aclose", "facts", "memory", "observe", "prepare"}  # of the engine itself
 
 
 def test_twins_answer_as_the_coroutines_do(lab: LabSession, v: torch.Tensor) -> None:

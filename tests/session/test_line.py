@@ -6,9 +6,10 @@ import sys
 
 import pytest
 
-from chatspace_lab.session import job as jobs
+from chatspace_lab.engine.observer import Progress
+from chatspace_lab.session import bar as bars
 from chatspace_lab.session import line as lines
-from chatspace_lab.session.job import Bar, Job
+from chatspace_lab.session.bar import Bar
 
 
 class Clock:
@@ -23,24 +24,24 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(jobs, "time", clock)
+    monkeypatch.setattr(bars, "time", clock)
     monkeypatch.setattr(lines, "time", clock)
     return clock
 
 
 def work(clock: Clock, seconds: float, *, first_after: float = 0.0) -> None:
     """Tick ten times a second while 256 requests are answered at an even pace."""
-    job = Job("generate")
-    job.expect(256)
+    progress = Progress()
+    progress.expect(256)
     begun = clock.now
-    with Bar(job) as bar:
+    with Bar("generate", progress) as bar:
         while clock.now - begun < seconds:
             clock.now += 0.1
-            job.tokens += 5
+            progress.tokens += 5
             past = clock.now - begun
-            job.done = 0 if past < first_after else int(256 * past / seconds)
+            progress.done = 0 if past < first_after else int(256 * past / seconds)
             bar.tick()
-        job.done = 256
+        progress.done = 256
 
 
 def test_a_log_gets_a_line_every_ten_seconds_and_the_end(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:

@@ -533,7 +533,7 @@ def holders(lab: LabSession) -> tuple[int, int, int]:
     """Return how many observers of requests, listeners of steering and widgets there are."""
     from ipywidgets.widgets import widget
 
-    return len(lab.model._client.observers), len(lab.model._session.listeners), len(widget._instances)
+    return len(lab.model._client.observers), len(lab.model._steering.listeners), len(widget._instances)
 
 
 def test_panels_that_nothing_refers_to_let_go(lab: LabSession, v: torch.Tensor) -> None:

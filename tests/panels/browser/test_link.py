@@ -28,7 +28,7 @@ model = lab.model
 def held():
     '''Return how many observers, listeners, widgets and comms there are.'''
     import comm
-    return (len(model._client.observers), len(model._session.listeners), len(widget._instances),
+    return (len(model._client.observers), len(model._steering.listeners), len(widget._instances),
             len(comm.get_comm_manager().comms))
 """
 CELLS = ["one", "two", "fresh = lab.panel(max_tokens=4); fresh", "lab.sweep_panel(vector='formal', layers=[5])", "1"]

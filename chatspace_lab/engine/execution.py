@@ -1,24 +1,24 @@
-"""From what a user asked to requests under way: the part of the model between its public methods and the engine."""
+"""Execution of requests: check them, lay out one per prompt and sample, run them, and gather the answers."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from chatspace_lab.capture import CaptureHandle
-from chatspace_lab.chat import answer, is_batch, render
+from chatspace_lab.chat import Completion, is_batch, render
 from chatspace_lab.engine.client import EngineClient
 from chatspace_lab.engine.config import VLLMSteeringConfig
 from chatspace_lab.engine.live import LiveReader
-from chatspace_lab.engine.lock import AsyncRWLock
-from chatspace_lab.engine.loop import LoopThread
 from chatspace_lab.engine.requests import (
     OWN_ARGUMENTS,
     Ask,
+    Directions,
     Prompt,
+    Prompts,
     Submission,
     check_capture_layers,
     check_length,
@@ -28,14 +28,13 @@ from chatspace_lab.engine.requests import (
     spans_of,
     steering_per_prompt,
 )
-from chatspace_lab.engine.state import SessionSteering
+from chatspace_lab.engine.session_steering import SessionSteering
 from chatspace_lab.engine.stream import StreamDelta, TextStream
 from chatspace_lab.engine.texts import check_stop, held_back
 from chatspace_lab.errors import RequestError, kind_of
 from chatspace_lab.readings import Readings
 from chatspace_lab.steering.directions import DirectionSet
 from chatspace_lab.steering.names import directions_named
-from chatspace_lab.steering.program import Program
 from chatspace_lab.steering.specs import SteeringSpec
 from chatspace_lab.steering.where import Where, as_where
 
@@ -43,38 +42,71 @@ if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
 
 
-class RequestMethods:
-    """Checks everything, lays out one request per prompt and sample, runs them and gathers their answers."""
+class RequestExecution:
+    """Checks everything, lays out one request per prompt and sample, runs them and gathers their answers.
 
-    config: VLLMSteeringConfig
-    layer_count: int
-    hidden_size: int
-    max_model_len: int
-    tokenizer: Any
-    _client: EngineClient
-    _loop: LoopThread
-    _lock: AsyncRWLock
-    _session: SessionSteering
-    vectors: dict[str, Any]
-    _compile: Callable[[SteeringSpec], Program | None]
-    _named: Callable[[Any], Any]
+    Parameters
+    ----------
+    config, client
+        Of the running engine.
+    steering
+        The session-wide steering, and the names of vectors.
 
-    def _chat_prompts(self, messages: Any, options: dict[str, Any] | None) -> list[Prompt]:
-        if self.tokenizer is None:
+    Attributes
+    ----------
+    loop : LoopThread
+        Runs the coroutines here.
+    """
+
+    def __init__(self, config: VLLMSteeringConfig, client: EngineClient, steering: SessionSteering) -> None:
+        self.loop = client.loop
+        self._client, self._steering = client, steering
+        self._copies = config.tensor_parallel_size
+        facts = client.facts
+        self._tokenizer, self._vocab_size = facts.tokenizer, facts.vocab_size
+        self._layer_count, self._hidden_size = facts.layer_count, facts.hidden_size
+        self._max_model_len = facts.max_model_len
+
+    def prompts(self, prompts: Any) -> list[Prompt]:
+        """Return one prompt or several, tokenised.
+
+        Raises
+        ------
+        RequestError
+            Naming the prompt that cannot be used.
+        """
+        return prompts_from(prompts, self._tokenizer, self._vocab_size)
+
+    def conversations(self, messages: Any, options: dict[str, Any] | None) -> list[Prompt]:
+        """Return one conversation or several, rendered and tokenised.
+
+        Raises
+        ------
+        RequestError
+            Naming the conversation that cannot be used.
+        """
+        if self._tokenizer is None:
             raise RequestError("this model was started without a tokenizer, so it has no chat template")
         conversations = list(messages) if is_batch(messages) else [messages]
         prompts = []
         for index, conversation in enumerate(conversations):
             try:
-                chat = render(self.tokenizer, conversation, options)
+                chat = render(self._tokenizer, conversation, options)
             except RequestError as error:
                 raise RequestError(f"conversation {index}: {error}") from error.__cause__
             prompts.append(Prompt(chat.token_ids, chat.text, chat))
         return prompts
 
-    def _sampling(self, sampling_params: Any, keywords: Mapping[str, Any]) -> SamplingParams:
+    def sampling(self, sampling_params: Any, keywords: Mapping[str, Any]) -> SamplingParams:
+        """Return the sampling parameters that a call asks for.
+
+        Raises
+        ------
+        RequestError
+            If they cannot be used with this model.
+        """
         params = sampling_from(sampling_params, keywords, own=OWN_ARGUMENTS)
-        if self.tokenizer is None and (params.stop or params.bad_words):
+        if self._tokenizer is None and (params.stop or params.bad_words):
             raise RequestError(
                 "sampling: stop and bad_words are texts, and this model was started without a tokenizer: "
                 "give stop_token_ids or logit_bias"
@@ -83,7 +115,7 @@ class RequestMethods:
 
     def _check_logprobs(self, ask: Ask) -> None:
         """Refuse log-probabilities that nobody would see."""
-        params = self._sampling(ask.sampling_params, ask.sampling)
+        params = self.sampling(ask.sampling_params, ask.sampling)
         names = ("logprobs", "prompt_logprobs", "logprob_token_ids", "prompt_logprob_token_ids")
         if not ask.raw_output and any(getattr(params, name, None) is not None for name in names):
             raise RequestError(
@@ -91,56 +123,38 @@ class RequestMethods:
                 "generate or chat"
             )
 
-    def prepare(
-        self,
-        prompts: Any,
-        sampling_params: Any = None,
-        *,
-        chat: bool = False,
-        chat_options: dict[str, Any] | None = None,
-        capture_layers: Any = None,
-        capture_where: Where | str = "all",
-        **sampling: Any,
-    ) -> list[Prompt]:
-        """Tokenise prompts, or with ``chat`` conversations, and check all that ``generate`` would.
-
-        The result can be given to ``generate`` in place of prompts, whole or in parts, many times.
+    def check(
+        self, prompts: list[Prompt], sampling: SamplingParams, capture_layers: Any, capture_where: Where | str
+    ) -> None:
+        """Check that prompts fit, and that what is to be captured of them exists.
 
         Raises
         ------
         RequestError, MessageLocationError
             Naming the prompt that cannot be used.
         """
-        if chat_options is not None and not chat:
-            raise RequestError("chat_options go with conversations, and these prompts are none")
-        if chat:
-            found = self._chat_prompts(prompts, chat_options)
-        else:
-            found = prompts_from(prompts, self.tokenizer, self._client.facts.vocab_size)
-        params = self._sampling(sampling_params, sampling)
         where = as_where(capture_where)
         if capture_layers is not None:
-            check_capture_layers(capture_layers, self.layer_count)
-        for index, prompt in enumerate(found):
-            check_length(prompt, index, params.max_tokens, self.max_model_len)
+            check_capture_layers(capture_layers, self._layer_count)
+        for index, prompt in enumerate(prompts):
+            check_length(prompt, index, sampling.max_tokens, self._max_model_len)
             if capture_layers is not None:
-                spans_of(where, prompt, params, self.tokenizer, self.max_model_len)
-        return found
+                spans_of(where, prompt, sampling, self._tokenizer, self._max_model_len)
 
     def _submissions(self, prompts: list[Prompt], ask: Ask) -> list[Submission]:
         """Check everything and lay out one request per prompt and sample."""
         self._check_logprobs(ask)
-        params = self._sampling(ask.sampling_params, ask.sampling)
+        params = self.sampling(ask.sampling_params, ask.sampling)
         for index, prompt in enumerate(prompts):
-            check_length(prompt, index, params.max_tokens, self.max_model_len)
-            check_stop(self.tokenizer, prompt.token_ids, params)
-        layers = None if ask.capture_layers is None else check_capture_layers(ask.capture_layers, self.layer_count)
+            check_length(prompt, index, params.max_tokens, self._max_model_len)
+            check_stop(self._tokenizer, prompt.token_ids, params)
+        layers = None if ask.capture_layers is None else check_capture_layers(ask.capture_layers, self._layer_count)
         capture_where = as_where(ask.capture_where)
         if layers is None and capture_where != Where():
             raise RequestError("capture_where says which positions are captured: say at which layers (capture_layers)")
-        specs = [self._named(spec) for spec in steering_per_prompt(ask.steering, len(prompts))]
+        specs = [self._steering.named(spec) for spec in steering_per_prompt(ask.steering, len(prompts))]
         submissions = [
-            Submission(uuid.uuid4().hex[:16], prompt, params, None, index, sample)
+            Submission(uuid.uuid4().hex[:16], prompt, params, None, index, sample, self._tokenizer, ask.progress)
             for index, prompt in enumerate(prompts)
             for sample in range(params.n)
         ]
@@ -148,22 +162,22 @@ class RequestMethods:
             self._steer(each, specs[each.prompt_index])
         seed_apart(submissions)
         if layers is not None:
-            spans = [spans_of(capture_where, each, params, self.tokenizer, self.max_model_len) for each in prompts]
+            spans = [spans_of(capture_where, each, params, self._tokenizer, self._max_model_len) for each in prompts]
             for each in submissions:  # last, once nothing can be wrong any more: a handle that is dropped warns
-                each.handle = self._handle(each, layers, spans[each.prompt_index])
+                each.handle = self._handle(each, layers, spans[each.prompt_index], ask)
         return submissions
 
-    def _handle(self, submission: Submission, layers: list[int], spans: list[int]) -> CaptureHandle:
+    def _handle(self, submission: Submission, layers: list[int], spans: list[int], ask: Ask) -> CaptureHandle:
         prompt = submission.prompt
-        return CaptureHandle(
+        return ask.make_handle(
             self._client.captures,
             request_id=submission.request_id,
             layers=layers,
             spans=spans,
-            hidden_size=self.hidden_size,
+            hidden_size=self._hidden_size,
             prompt_token_ids=prompt.token_ids,
             boundaries=prompt.chat.boundaries if prompt.chat else None,
-            copies=self.config.tensor_parallel_size,
+            copies=self._copies,
             prompt_index=submission.prompt_index,
             sample_index=submission.sample_index,
             steering=submission.spec,
@@ -171,12 +185,26 @@ class RequestMethods:
 
     def _steer(self, submission: Submission, spec: SteeringSpec | None) -> None:
         """Give a request its own steering, or with None the session's."""
-        program = self._session.program if spec is None else self._compile(spec)
-        submission.steer(self._session.spec if spec is None else spec, program, self.tokenizer, self.max_model_len)
+        program = self._steering.program if spec is None else self._steering.compile(spec)
+        submission.steer(self._steering.spec if spec is None else spec, program, self._max_model_len)
 
     def _reading(self, ask: Ask) -> contextlib.AbstractAsyncContextManager[None]:
         """Hold off changes of the session-wide steering, if any of these requests follows it."""
-        return self._lock.read() if ask.follows_session else contextlib.nullcontext()
+        return self._steering.lock.read() if ask.follows_session else contextlib.nullcontext()
+
+    async def generate(self, prompts: Prompts, ask: Ask) -> Any:
+        """Complete prompts; see :meth:`VLLMSteerModel.generate`."""
+        return await self._complete(
+            lambda: self.prompts(prompts), lambda _, output: Completion(output.text, output.finish_reason), ask
+        )
+
+    async def chat(self, messages: Any, chat_options: dict[str, Any] | None, ask: Ask) -> Any:
+        """Answer conversations; see :meth:`VLLMSteerModel.chat`."""
+        return await self._complete(
+            lambda: self.conversations(messages, chat_options),
+            lambda each, output: each.response(output.text, output.token_ids, output.finish_reason),
+            ask,
+        )
 
     async def _complete(
         self, prompts: Callable[[], list[Prompt]], finish: Callable[[Submission, Any], Any], ask: Ask
@@ -194,9 +222,8 @@ class RequestMethods:
             return results
         return results, [submission.handle for submission in submissions]
 
-    def _stream(
-        self, prompts: list[Prompt], ask: Ask, directions: Mapping[str, Any] | Sequence[str] | None = None
-    ) -> TextStream:
+    def stream(self, prompts: list[Prompt], ask: Ask, directions: Directions | None) -> TextStream:
+        """Return the stream of one prompt's answer; see :meth:`VLLMSteerModel.stream`."""
         if len(prompts) != 1:
             raise RequestError(f"a stream answers one prompt, got {len(prompts)}")
         read_only = ask.read_layers is not None and ask.capture_layers is None
@@ -234,26 +261,26 @@ class RequestMethods:
 
         return TextStream(
             submission.request_id,
-            lambda put: self._loop.spawn(pump(put)),
+            lambda put: self.loop.spawn(pump(put)),
             submission.handle,
-            lambda text, ids, reason: answer(self.tokenizer, submission.prompt.chat, text, ids, reason),
+            submission.response,
             lambda ids, sent: held_back(
                 self._client.facts.tokenizer, submission.prompt.token_ids, submission.params, ids, sent
             ),
             read_only=read_only,
         )
 
-    def _directions(self, ask: Ask, directions: Mapping[str, Any] | Sequence[str] | None) -> DirectionSet | None:
+    def _directions(self, ask: Ask, directions: Directions | None) -> DirectionSet | None:
         """Return what a stream reads, or None."""
         if ask.read_layers is None:
             if directions is not None:
                 raise RequestError("directions: say at which layers to read them: read_layers=[…]")
             return None
-        layers = check_capture_layers(ask.read_layers, self.layer_count, "read_layers")
-        missing = set(layers) - set(check_capture_layers(ask.capture_layers, self.layer_count))
+        layers = check_capture_layers(ask.read_layers, self._layer_count, "read_layers")
+        missing = set(layers) - set(check_capture_layers(ask.capture_layers, self._layer_count))
         if missing:
             raise RequestError(f"read_layers: {sorted(missing)} are not among capture_layers; add them there")
-        return DirectionSet.of(directions_named(directions, self.vectors), layers, self.hidden_size)
+        return DirectionSet.of(directions_named(directions, self._steering.vectors), layers, self._hidden_size)
 
 
 def _merge_samples(submissions: list[Submission], outputs: list[RequestOutput]) -> list[RequestOutput]:
