@@ -473,7 +473,8 @@ class AsyncLab(VLLMSteerModel):
             norms=self.norms,
             perplexity=perplexity,
             score=score,
-            sampling={**sampling, "progress": progress},
+            sampling=sampling,
+            progress=progress,
         )
         if progress is not None:
             progress.expect(total, grid.frame)

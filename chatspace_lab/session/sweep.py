@@ -12,6 +12,7 @@ import torch
 
 from chatspace_lab.analysis.text import perplexity, repetition
 from chatspace_lab.engine.model import VLLMSteerModel
+from chatspace_lab.engine.observer import Progress
 from chatspace_lab.engine.requests import Prompt, seeds_of
 from chatspace_lab.engine.together import together
 from chatspace_lab.errors import RequestError, SteeringError
@@ -81,6 +82,8 @@ class Grid:
         of x·u there as ``text_projection``: not what was added, only what it did to the text. Needs ``perplexity``.
     sampling
         Of every run.
+    progress
+        Is told of every request.
     """
 
     def __init__(
@@ -97,11 +100,12 @@ class Grid:
         score: Callable[[str], float] | None = None,
         reader: tuple[int, torch.Tensor] | None = None,
         sampling: dict[str, Any],
+        progress: Progress | None = None,
     ) -> None:
         self._model, self._prompts, self._cells = model, list(prompts), list(cells)
         self._operation, self._bound, self._read_layer, self._norms = operation, bound, read_layer, norms
         self._perplexity, self._score, self._reader, self._sampling = perplexity, score, reader, sampling
-        self._seeds = seeds_of(self._prompts, sampling.get("seed"))
+        self._seeds, self._progress = seeds_of(self._prompts, sampling.get("seed")), progress
         self._rows: dict[tuple[int, int], tuple[Any, ...]] = {}
 
     async def run(self) -> pd.DataFrame:
@@ -129,6 +133,7 @@ class Grid:
             capture_layers=[layer],
             capture_where="answer",
             raw_output=True,
+            progress=self._progress,
             **{**self._sampling, **self._seeds[prompt_index]},
         )
         async with handle:
@@ -168,7 +173,7 @@ class Grid:
         """
         ids = [*prompt, *answer][: self._model.max_model_len - 1]
         options: dict[str, Any] = {"steering": SteeringSpec.none(), "raw_output": True, "detokenize": False}
-        options |= {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0}
+        options |= {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0, "progress": self._progress}
         projection = math.nan
         if self._reader is None or len(ids) == len(prompt):
             [output] = await self._model.generate({"prompt_token_ids": ids}, **options)

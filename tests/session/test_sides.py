@@ -61,7 +61,8 @@ def test_public_methods_are_written_out() -> None:
         assert {name for name, value in vars(source).items() if inspect.isfunction(value)} <= set(written)
         for name, each in written.items():
             if not name.startswith("_") and name not in ("generate", "chat", "tokenizer", "panel", "sweep_panel"):
-                assert each.returns is not None and ast.unparse(each.returns) != "Any", f"{source.__name__}.{name}"
+                assert each.returns is not None, name
+                assert ast.unparse(each.returns) != "Any", f"{source.__name__}.{name}"
 
 
 def test_handles_of_a_lab_block_and_those_of_its_async_side_are_awaited(lab: LabSession, v: torch.Tensor) -> None:
