@@ -50,7 +50,9 @@ def main(wheel: str) -> int:
         (site / "others.pth").write_text(f"{others}\n")
         for name, code in examples().items():
             (work / f"{name}.py").write_text(code)
-        skipped = "".join(f"[mypy-{each}.*]\nfollow_imports = skip\nignore_missing_imports = True\n" for each in UNTYPED)
+        skipped = "".join(
+            f"[mypy-{each}.*]\nfollow_imports = skip\nignore_missing_imports = True\n" for each in UNTYPED
+        )
         (work / "mypy.ini").write_text(f"[mypy]\nstrict = True\n{skipped}")
         settings = {"venvPath": made, "venv": "env", "typeCheckingMode": "standard", "useLibraryCodeForTypes": False}
         settings |= dict.fromkeys(("reportMissingModuleSource", "reportUnusedExpression"), False)

@@ -64,13 +64,13 @@ def test_a_single_long_request_is_seen_to_go_on(
     clock: Clock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    job = Job("ask")
-    with Bar(job) as bar:
+    progress = Progress()
+    with Bar("ask", progress) as bar:
         bar.tick()  # the request has not begun
-        job.began(object())
+        progress.expect(1)
         for tokens in range(1, 101):
             clock.now += 0.1
-            job.tokens = tokens
+            progress.tokens = tokens
             bar.tick()
             if clock.now < 104.9:
                 assert capsys.readouterr().err == ""
