@@ -105,7 +105,7 @@ class Submission:
     handle: CaptureHandle | None
     prompt_index: int
     sample_index: int
-    tokenizer: Any
+    tokenizer: Any = None
     progress: Progress | None = None
     spec: SteeringSpec = dataclasses.field(default_factory=SteeringSpec.none)
     program: Program | None = None
