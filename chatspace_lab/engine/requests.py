@@ -25,7 +25,8 @@ from chatspace_lab.steering.vectors import as_index, as_list
 from chatspace_lab.steering.where import Where, as_where, resolve
 
 if TYPE_CHECKING:
-    from vllm import SamplingParams
+    from vllm import RequestOutput as RequestOutput  # for the annotations of what stands above the engine
+    from vllm import SamplingParams as SamplingParams
 
     from chatspace_lab.engine.observer import Progress
 

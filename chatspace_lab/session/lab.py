@@ -51,10 +51,10 @@ from chatspace_lab.steering.vectors import as_list
 
 if TYPE_CHECKING:
     import pandas as pd
-    from vllm import RequestOutput, SamplingParams
 
     from chatspace_lab.analysis.direction import Direction
     from chatspace_lab.capture import CaptureHandle
+    from chatspace_lab.engine.requests import RequestOutput, SamplingParams
     from chatspace_lab.readings import Readings
     from chatspace_lab.session.pooled import PooledActivations
     from chatspace_lab.steering.where import Where

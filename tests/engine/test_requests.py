@@ -134,7 +134,7 @@ def test_equal_requests_are_samples_and_others_are_drawn_with_common_noise() -> 
         each = Submission("r", Prompt(ids), SamplingParams(seed=3), None, index, 0)
         if steering is not None:
             program = compile_spec(steering, layer_count=4, hidden_size=4, max_ops_per_layer=8)
-            each.steer(steering, program, None, 64)
+            each.steer(steering, program, 64)
         submissions.append(each)
     seed_apart(submissions)
     assert [each.params.seed for each in submissions] == [3, 3, 3, 4, 4, 3, 5]
