@@ -34,11 +34,12 @@ def test_code_compiled_for_another_instruction_set_is_not_used(tmp_path: Path, m
     """PyTorch's cache would hand code for AVX2 to an engine on AVX-512, which then writes beyond its buffers."""
     folder = tiny.build("cohere", tmp_path / "cohere")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    for capability in ("avx2", "avx512"):
-        monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    for _ in range(2):
         with started(folder, **OPTIONS) as model:
             found = asyncio.run(compare(model, Oracle(folder)))
         assert max(found.worst.values()) < TOLERANCE, found
+        monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)  # then PyTorch takes what the CPU has
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
