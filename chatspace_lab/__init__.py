@@ -68,4 +68,4 @@ __all__ = [
     "Where",
 ]
 
-__getattr__, __dir__ = lazy.names(__name__, _HOME)
+__getattr__, __dir__ = lazy.names(__name__, _HOME, lazy.LAB_EXTRA)
