@@ -24,8 +24,9 @@
 
 A model that was never compared with Hugging Face is used with an :class:`UncomparedWarning`, and an engine that runs
 otherwise than was asked for, or than is usual, with an :class:`EngineWarning`; near copies among the samples of a
-direction bring a :class:`NearCopiesWarning`, and a text whose special tokens the tokenizer doubles a
-:class:`SpecialTokenWarning`, and an option that a chat template does not read an :class:`UnreadOptionWarning`.
+direction bring a :class:`NearCopiesWarning`, and a test of it on texts that it was made from a
+:class:`TrainingTextsWarning`; a text whose special tokens the tokenizer doubles brings a :class:`SpecialTokenWarning`,
+and an option that a chat template does not read an :class:`UnreadOptionWarning`.
 
 An error from a worker is raised here as one of these, with the worker's traceback as its cause.
 """
@@ -141,6 +142,10 @@ class UncomparedWarning(UserWarning):
 
 class NearCopiesWarning(UserWarning):
     """Pairs of samples are near copies of each other, and are tested as one group."""
+
+
+class TrainingTextsWarning(UserWarning):
+    """A direction is tested on texts that it was made from."""
 
 
 class EngineWarning(UserWarning):

@@ -11,6 +11,7 @@ from sklearn.decomposition import PCA
 
 from chatspace_lab.analysis.rows import as_numbers
 from chatspace_lab.errors import AnalysisError
+from chatspace_lab.steering.names import did_you_mean
 from chatspace_lab.steering.vectors import as_index
 
 FAR = 20.0
@@ -45,9 +46,13 @@ def pca_frame(
     Raises
     ------
     AnalysisError, SteeringError
-        If there are too few vectors, or they differ in length, hold NaN, or are all the same.
+        If there are too few vectors, or they differ in length, hold NaN, or are all the same; or ``groups`` names one
+        that is not there.
     """
     labels = list(means)
+    unknown = [label for label in groups or {} if label not in means]
+    if unknown:
+        raise AnalysisError(f"groups: {unknown[0]!r} is not among the means{did_you_mean(str(unknown[0]), labels)}")
     arrays = [as_numbers(means[label], f"means[{label!r}]") for label in labels]
     if len({array.shape for array in arrays}) > 1 or (arrays and arrays[0].ndim != 1):
         raise AnalysisError(f"means: expected vectors of one length, got {sorted({array.shape for array in arrays})}")

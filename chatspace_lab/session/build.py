@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from chatspace_lab.analysis.direction import Direction
 from chatspace_lab.analysis.groups import groups_of_texts
-from chatspace_lab.errors import AnalysisError, RequestError
+from chatspace_lab.errors import AnalysisError, RequestError, TrainingTextsWarning
 from chatspace_lab.session.collect import is_conversation
 from chatspace_lab.session.history import describe_where
 from chatspace_lab.session.pooled import PooledActivations
@@ -89,7 +90,9 @@ async def build(
         "model": lab.model_name,
     }
     direction = dataclasses.replace(fitted, details=details).tied(
-        partial(_capture_again, weakref.ref(lab), list(everywhere), reduce, capture)
+        partial(
+            _capture_again, weakref.ref(lab), frozenset(map(repr, (*positive, *negative))), everywhere, reduce, capture
+        )
     )
     lab.vectors[direction.name] = direction
     return direction
@@ -113,10 +116,22 @@ async def _captured(
 
 
 def _capture_again(
-    lab: weakref.ref[AsyncLab], layers: list[int], reduce: str, options: dict[str, Any], texts: list[Any]
+    lab: weakref.ref[AsyncLab],
+    made_from: frozenset[str],
+    layers: Iterable[int],
+    reduce: str,
+    options: dict[str, Any],
+    texts: list[Any],
 ) -> PooledActivations:
-    """Capture other texts in the same way, and wait for it. Called by ``Direction.auc_on``."""
+    """Capture other texts in the same way, and wait for it. Called by ``Direction.auc_on``.
+
+    ``made_from`` has the reprs of the texts that the direction was made from.
+    """
     found = lab()
     if found is None or not found.is_alive:
         raise AnalysisError("the lab that made this direction is closed, so it cannot run texts: give samples")
+    seen = sum(repr(text) in made_from for text in texts)
+    if seen:
+        note = f"auc_on: the direction was made from {seen} of these {len(texts)} texts, so that an AUC on them is no "
+        warnings.warn(note + "evidence; test it on others", TrainingTextsWarning, stacklevel=4)
     return found.execution.loop.call(_captured(found, list(texts), layers, reduce, options))

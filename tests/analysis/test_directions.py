@@ -476,6 +476,8 @@ def test_pca_of_means() -> None:
     ):
         with pytest.raises(AnalysisError, match=said):
             pca_frame(bad)
+    with pytest.raises(AnalysisError, match="groups: 'A' is not among the means; did you mean 'a'"):
+        pca_frame(means, {"A": "one", "b": "one"})
     tiny = pca_frame({label: np.array(mean) * 1e-200 for label, mean in means.items()})[0]
     assert tiny["explained1"].tolist() == pytest.approx([0.8] * 4)
     assert tiny["pc1"].tolist() == pytest.approx([2e-200, -2e-200, 0, 0], rel=1e-6, abs=1e-206)

@@ -15,7 +15,7 @@ import torch
 from chatspace_lab import AddSpec, LabSession, SteeringSpec
 from chatspace_lab.analysis import Direction, difference_of_means
 from chatspace_lab.demo import OFFICE, SEA
-from chatspace_lab.errors import AnalysisError, NearCopiesWarning, RequestError, SessionError
+from chatspace_lab.errors import AnalysisError, NearCopiesWarning, RequestError, SessionError, TrainingTextsWarning
 from tests.oracle import Oracle
 
 MORE_SEA = ("The harbour smelled of salt and fish.", "Dolphins swam beside the boat.", "The tide rose over the sand.")
@@ -83,6 +83,8 @@ def test_a_direction_is_tried_on_other_texts(clean: LabSession) -> None:
     pooled = [clean.capture(list(side), [12], "mean", where="prompt") for side in (MORE_SEA, MORE_OFFICE)]
     assert min(sea.auc_on(*pooled)) == 12
     assert min(found.values()) >= 5 / 6
+    with pytest.warns(TrainingTextsWarning, match="made from 1 of these 2 texts"):
+        sea.auc_on([SEA[0], MORE_SEA[0]], MORE_OFFICE)
     with pytest.raises(AnalysisError, match="not tied to a lab"):
         pickle.loads(pickle.dumps(sea)).auc_on(MORE_SEA, MORE_OFFICE)
 
