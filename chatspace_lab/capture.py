@@ -52,7 +52,7 @@ class CaptureHandle:
     sampled but never computed. The rows stay in the workers until they are fetched. A handle frees them when it is
     closed, or left as a context manager; one that is dropped without either warns.
 
-    A model returns :class:`AsyncCaptureHandle`, whose ``fetch``, ``read`` and ``pool`` are awaited. A lab returns
+    The methods that bring something into this process are awaited. A lab returns
     :class:`chatspace_lab.session.handle.LabCaptureHandle`, where the same methods block.
 
     Attributes
@@ -184,24 +184,74 @@ class CaptureHandle:
             raise CaptureError(f"layer {layer_idx} was not captured, only {list(self.layer_indices)}")
         return captures[layer_idx][0]["hidden"]
 
-    async def _fetch(self) -> None:
-        await self._source.fetch([self])
+    async def fetch(self) -> Self:
+        """Bring the rows into this process; a second time does nothing. Returns the handle.
 
-    async def _read(self, directions: Mapping[str, Any] | None, layers: Sequence[int] | None) -> Readings:
+        ``model.fetch_captures_batch`` fetches many handles in one round.
+        """
+        await self._source.fetch([self])
+        return self
+
+    async def read(
+        self, directions: Mapping[str, Any] | None = None, *, layers: Sequence[int] | None = None
+    ) -> Readings:
+        """Return each row's norm, and its projection on directions; the rows stay where they are.
+
+        Parameters
+        ----------
+        directions
+            ``{name: vector}`` or ``{name: {layer: vector}}``; a vector has ``[hidden_size]`` entries, of any length but
+            zero.
+        layers
+            Of the captured ones; None is all.
+
+        Raises
+        ------
+        CaptureError, CaptureClosedError, RequestError, SteeringError
+        """
         chosen = self.check_layers(layers)
         laid = DirectionSet.of(directions, chosen, self._hidden_size)
         values = (await self._source.reduce([self], chosen, "read", laid.units))[0]
         return self.label(values, laid)
 
-    async def _pool(self, how: str, layers: Sequence[int] | None, sinks: bool) -> torch.Tensor:
+    async def pool(
+        self, how: Literal["mean", "last"] = "mean", *, layers: Sequence[int] | None = None, sinks: bool = True
+    ) -> torch.Tensor:
+        """Return one row per layer, ``[layers, hidden_size]`` float32: the ``"mean"`` over rows, or the ``"last"`` row.
+
+        Parameters
+        ----------
+        layers
+            Of the captured ones; None is all.
+        sinks
+            Whether attention sinks (:mod:`chatspace_lab.readings`) count in a mean. They are up to a hundred times
+            longer than all other rows: a mean with one is a mean of that one.
+
+        Raises
+        ------
+        CaptureError, CaptureClosedError, RequestError
+        """
         if how not in POOLS:
             raise RequestError(f"pool: how must be one of {', '.join(POOLS)}, got {how!r}")
         if how == "mean" and not sinks:
-            return (await self._pool_typical(layers))[0]
+            return (await CaptureHandle.pool_typical(self, layers=layers))[0]
         chosen = self.check_layers(layers)
         return torch.from_numpy((await self._source.reduce([self], chosen, how, NO_UNITS))[0])
 
-    async def _pool_typical(self, layers: Sequence[int] | None) -> tuple[torch.Tensor, np.ndarray]:
+    async def pool_typical(self, *, layers: Sequence[int] | None = None) -> tuple[torch.Tensor, np.ndarray]:
+        """Return the mean over the rows that are no attention sinks, and the norm of every row.
+
+        Returns
+        -------
+        means : torch.Tensor
+            ``[layers, hidden_size]`` float32.
+        norms : numpy.ndarray
+            ``[layers, rows]`` float32; :func:`chatspace_lab.readings.sinks` of it says which rows were left out.
+
+        Raises
+        ------
+        CaptureError, CaptureClosedError
+        """
         chosen = self.check_layers(layers)
         values = (await self._source.reduce([self], chosen, TYPICAL, NO_UNITS))[0]
         return torch.from_numpy(values[:, : self._hidden_size].copy()), values[:, self._hidden_size :]
@@ -322,6 +372,14 @@ class CaptureHandle:
         self._captures = None
         self._state = "closed"
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
     def __enter__(self) -> Self:
         return self
 
@@ -343,77 +401,3 @@ class CaptureHandle:
     def __repr__(self) -> str:
         rows = f"{len(self.positions)} rows" if self._state != "running" else "running"
         return f"CaptureHandle({self.request_id}, layers {list(self.layer_indices)}, {rows}, {self._state})"
-
-
-class AsyncCaptureHandle(CaptureHandle):
-    """The activations of one request; what brings them into this process is awaited. See :class:`CaptureHandle`."""
-
-    async def fetch(self) -> Self:
-        """Bring the rows into this process; a second time does nothing. Returns the handle.
-
-        ``model.fetch_captures_batch`` fetches many handles in one round.
-        """
-        await self._fetch()
-        return self
-
-    async def read(
-        self, directions: Mapping[str, Any] | None = None, *, layers: Sequence[int] | None = None
-    ) -> Readings:
-        """Return each row's norm, and its projection on directions; the rows stay where they are.
-
-        Parameters
-        ----------
-        directions
-            ``{name: vector}`` or ``{name: {layer: vector}}``; a vector has ``[hidden_size]`` entries, of any length but
-            zero.
-        layers
-            Of the captured ones; None is all.
-
-        Raises
-        ------
-        CaptureError, CaptureClosedError, RequestError, SteeringError
-        """
-        return await self._read(directions, layers)
-
-    async def pool(
-        self, how: Literal["mean", "last"] = "mean", *, layers: Sequence[int] | None = None, sinks: bool = True
-    ) -> torch.Tensor:
-        """Return one row per layer, ``[layers, hidden_size]`` float32: the ``"mean"`` over rows, or the ``"last"`` row.
-
-        Parameters
-        ----------
-        layers
-            Of the captured ones; None is all.
-        sinks
-            Whether attention sinks (:mod:`chatspace_lab.readings`) count in a mean. They are up to a hundred times
-            longer than all other rows: a mean with one is a mean of that one.
-
-        Raises
-        ------
-        CaptureError, CaptureClosedError, RequestError
-        """
-        return await self._pool(how, layers, sinks)
-
-    async def pool_typical(self, *, layers: Sequence[int] | None = None) -> tuple[torch.Tensor, np.ndarray]:
-        """Return the mean over the rows that are no attention sinks, and the norm of every row.
-
-        Returns
-        -------
-        means : torch.Tensor
-            ``[layers, hidden_size]`` float32.
-        norms : numpy.ndarray
-            ``[layers, rows]`` float32; :func:`chatspace_lab.readings.sinks` of it says which rows were left out.
-
-        Raises
-        ------
-        CaptureError, CaptureClosedError
-        """
-        return await self._pool_typical(layers)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()

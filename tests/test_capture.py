@@ -260,6 +260,6 @@ def test_pooling_gives_one_row_per_layer() -> None:
     handle.complete(ANSWER)
     assert asyncio.run(handle.pool("last")).tolist() == [[207.0], [507.0]]
     assert asyncio.run(handle.pool("mean", layers=[5])).tolist() == [[503.5]]
-    with pytest.raises(RequestError, match="pool: one of mean, last, got 'max'"):
+    with pytest.raises(RequestError, match="pool: how must be one of mean, last, got 'max'"):
         asyncio.run(handle.pool("max"))
     handle.close()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from chatspace_lab.capture import AsyncCaptureHandle, CaptureHandle
+from chatspace_lab.capture import CaptureHandle
 from chatspace_lab.chat import ChatResponse, Completion
 from chatspace_lab.engine.client import EngineClient, ModelFacts
 from chatspace_lab.engine.config import VLLMSteeringConfig
@@ -157,7 +157,7 @@ class VLLMSteerModel(Fixed):
         raw_output: Literal[False] = False,
         progress: Progress | None = None,
         **sampling: Any,
-    ) -> tuple[list[Completion], list[AsyncCaptureHandle]]: ...
+    ) -> tuple[list[Completion], list[CaptureHandle]]: ...
 
     @overload
     async def generate(
@@ -185,7 +185,7 @@ class VLLMSteerModel(Fixed):
         raw_output: Literal[True],
         progress: Progress | None = None,
         **sampling: Any,
-    ) -> tuple[list[RequestOutput], list[AsyncCaptureHandle]]: ...
+    ) -> tuple[list[RequestOutput], list[CaptureHandle]]: ...
 
     async def generate(
         self,
@@ -268,7 +268,7 @@ class VLLMSteerModel(Fixed):
         raw_output: Literal[False] = False,
         progress: Progress | None = None,
         **sampling: Any,
-    ) -> tuple[list[ChatResponse], list[AsyncCaptureHandle]]: ...
+    ) -> tuple[list[ChatResponse], list[CaptureHandle]]: ...
 
     @overload
     async def chat(
@@ -298,7 +298,7 @@ class VLLMSteerModel(Fixed):
         raw_output: Literal[True],
         progress: Progress | None = None,
         **sampling: Any,
-    ) -> tuple[list[RequestOutput], list[AsyncCaptureHandle]]: ...
+    ) -> tuple[list[RequestOutput], list[CaptureHandle]]: ...
 
     async def chat(
         self,

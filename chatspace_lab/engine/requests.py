@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from chatspace_lab import wire
-from chatspace_lab.capture import AsyncCaptureHandle, CaptureHandle
+from chatspace_lab.capture import CaptureHandle
 from chatspace_lab.chat import ChatResponse, RenderedChat, answer, check_text
 from chatspace_lab.errors import PromptTooLongError, RequestError, SteeringError, kind_of
 from chatspace_lab.special_tokens import special_ids, warn_of_doubled
@@ -70,7 +70,7 @@ class Ask:
     raw_output: bool = False
     read_layers: Sequence[int] | None = None
     progress: Progress | None = None
-    make_handle: Callable[..., CaptureHandle] = AsyncCaptureHandle
+    make_handle: Callable[..., CaptureHandle] = CaptureHandle
 
     @property
     def follows_session(self) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from chatspace_lab.analysis.frames import readings_frame
-from chatspace_lab.capture import AsyncCaptureHandle
+from chatspace_lab.capture import CaptureHandle
 from chatspace_lab.engine.model import VLLMSteerModel
 from chatspace_lab.engine.observer import Progress
 from chatspace_lab.engine.requests import seeds_of
@@ -113,7 +113,7 @@ class Collection:
         async with handle:
             self._kept[index] = await self._row(text, handle)
 
-    async def _row(self, text: str, handle: AsyncCaptureHandle) -> Row:
+    async def _row(self, text: str, handle: CaptureHandle) -> Row:
         values: np.ndarray | Readings
         rows = rank(handle.spans, handle.computed)
         left_out: list[tuple[Any, ...]] = []

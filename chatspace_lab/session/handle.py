@@ -38,27 +38,31 @@ class LabCaptureHandle(CaptureHandle):
         super().__init__(*args, **facts)
         self._wait = wait
 
-    def fetch(self) -> Self:
+    def fetch(self) -> Self:  # type: ignore[override]  # it blocks
         """Bring the rows into this process; a second time does nothing. Returns the handle.
 
         ``lab.fetch_captures_batch`` fetches many handles in one round.
         """
-        self._wait(self._fetch())
+        self._wait(super().fetch())
         return self
 
-    def read(self, directions: Mapping[str, Any] | None = None, *, layers: Sequence[int] | None = None) -> Readings:
-        """Return each row's norm, and its projection on directions, as :meth:`AsyncCaptureHandle.read`."""
-        found: Readings = self._wait(self._read(directions, layers))
+    def read(  # type: ignore[override]  # it blocks
+        self, directions: Mapping[str, Any] | None = None, *, layers: Sequence[int] | None = None
+    ) -> Readings:
+        """Return each row's norm, and its projection on directions, as :meth:`CaptureHandle.read`."""
+        found: Readings = self._wait(super().read(directions, layers=layers))
         return found
 
-    def pool(
+    def pool(  # type: ignore[override]  # it blocks
         self, how: Literal["mean", "last"] = "mean", *, layers: Sequence[int] | None = None, sinks: bool = True
     ) -> torch.Tensor:
-        """Return one row per layer, ``[layers, hidden_size]`` float32, as :meth:`AsyncCaptureHandle.pool`."""
-        found: torch.Tensor = self._wait(self._pool(how, layers, sinks))
+        """Return one row per layer, ``[layers, hidden_size]`` float32, as :meth:`CaptureHandle.pool`."""
+        found: torch.Tensor = self._wait(super().pool(how, layers=layers, sinks=sinks))
         return found
 
-    def pool_typical(self, *, layers: Sequence[int] | None = None) -> tuple[torch.Tensor, np.ndarray]:
-        """Return means without attention sinks, and norms, as :meth:`AsyncCaptureHandle.pool_typical`."""
-        found: tuple[torch.Tensor, np.ndarray] = self._wait(self._pool_typical(layers))
+    def pool_typical(  # type: ignore[override]  # it blocks
+        self, *, layers: Sequence[int] | None = None
+    ) -> tuple[torch.Tensor, np.ndarray]:
+        """Return means without attention sinks, and norms, as :meth:`CaptureHandle.pool_typical`."""
+        found: tuple[torch.Tensor, np.ndarray] = self._wait(super().pool_typical(layers=layers))
         return found
