@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from chatspace_lab.chat import ChatResponse, MessageBoundary
     from chatspace_lab.engine.config import VLLMSteeringConfig
     from chatspace_lab.engine.model import VLLMSteerModel
+    from chatspace_lab.engine.observer import Progress
     from chatspace_lab.engine.stream import StreamDelta, TextStream
     from chatspace_lab.errors import LabError
     from chatspace_lab.session.lab import LabSession
@@ -40,6 +41,7 @@ _HOME = {
     "LabSession": "session",
     "LayerSteeringSpec": "steering.specs",
     "MessageBoundary": "chat",
+    "Progress": "engine.observer",
     "ProjectionCapSpec": "steering.specs",
     "SteeringSpec": "steering.specs",
     "StreamDelta": "engine.stream",
@@ -59,6 +61,7 @@ __all__ = [
     "LabSession",
     "LayerSteeringSpec",
     "MessageBoundary",
+    "Progress",
     "ProjectionCapSpec",
     "SteeringSpec",
     "StreamDelta",

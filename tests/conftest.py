@@ -20,6 +20,22 @@ from chatspace_lab import VLLMSteeringConfig, VLLMSteerModel
 from chatspace_lab.models import demo_model
 from tests.oracle import Oracle
 
+ENGINES = {"demo_engine", "shared_lab", "roomy", "narrow", "crowded", "small"}
+"""Fixtures that are an engine. Tests that start one of their own carry the mark ``engine``."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what needs an engine, a browser, or is a notebook: ``make test-fast`` leaves it out."""
+    for item in items:
+        if ENGINES & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.engine)
+        if item.path.parent.name == "browser":
+            item.add_marker(pytest.mark.browser)
+            item.add_marker(pytest.mark.engine)
+        if item.path.suffix == ".ipynb":
+            item.add_marker(pytest.mark.notebook)
+
+
 NOTHING = {"requests": 0, "buffers": 0, "nbytes": 0}
 """What a worker holds for us when nobody wants anything."""
 

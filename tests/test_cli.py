@@ -140,6 +140,7 @@ def test_smoke_on_a_missing_layer() -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.engine
 def test_smoke() -> None:
     done = run("smoke", "--layer", "2", "--scale", "5000.0", "--max-tokens", "16")
     assert done.returncode == 0, done.stderr
@@ -173,6 +174,7 @@ def test_the_difference_is_checked() -> None:
     assert "take a larger --scale" in lost
 
 
+@pytest.mark.engine
 def test_demo() -> None:
     done = run("demo")
     assert done.returncode == 0, done.stderr
@@ -243,6 +245,7 @@ def test_bench_refuses_an_answer_that_is_too_short() -> None:
         asyncio.run(bench._measure(Plain(), [], arguments, vocabulary=100))  # type: ignore[arg-type]
 
 
+@pytest.mark.engine
 @pytest.mark.slow
 def test_bench_runs() -> None:
     done = run("bench", "--batch", "2", "--tokens", "4", "--pairs", "1")

@@ -13,6 +13,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from chatspace_lab.runtime.compared import compared
 
 REPOSITORY = Path(__file__).parent.parent
@@ -51,6 +53,7 @@ def test_its_links_lead_somewhere() -> None:
             assert (REPOSITORY / target).exists(), target
 
 
+@pytest.mark.engine
 def test_the_first_script(tmp_path: Path) -> None:
     script = tmp_path / "first.py"
     script.write_text(BLOCKS[0])
@@ -65,6 +68,7 @@ def test_the_first_script(tmp_path: Path) -> None:
     assert words[1] > words[0], done.stdout
 
 
+@pytest.mark.engine
 def test_the_notebook_cells() -> None:
     """All further blocks, one after the other in one namespace, as cells of a notebook are run."""
     names: dict[str, Any] = {}

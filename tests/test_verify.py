@@ -15,6 +15,7 @@ import torch
 from chatspace_lab import SteeringSpec, verify
 
 
+@pytest.mark.engine
 @pytest.mark.slow
 def test_on_the_demo_model() -> None:
     program = str(Path(sys.executable).parent / "chatspace-lab")

@@ -11,6 +11,7 @@ from chatspace_lab import lazy
 
 if TYPE_CHECKING:
     from chatspace_lab.session.aio import AsyncLab
+    from chatspace_lab.session.handle import LabCaptureHandle
     from chatspace_lab.session.history import History, Run
     from chatspace_lab.session.lab import LabSession
     from chatspace_lab.session.pooled import PooledActivations
@@ -18,11 +19,12 @@ if TYPE_CHECKING:
 _HOME = {
     "AsyncLab": "aio",
     "History": "history",
+    "LabCaptureHandle": "handle",
     "LabSession": "lab",
     "PooledActivations": "pooled",
     "Run": "history",
 }
 
-__all__ = ["AsyncLab", "History", "LabSession", "PooledActivations", "Run"]
+__all__ = ["AsyncLab", "History", "LabCaptureHandle", "LabSession", "PooledActivations", "Run"]
 
 __getattr__, __dir__ = lazy.names(__name__, _HOME, lazy.LAB_EXTRA)

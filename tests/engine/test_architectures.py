@@ -15,6 +15,8 @@ from tests.architectures import OPTIONS, TOLERANCE, compare
 from tests.conftest import started
 from tests.oracle import Oracle
 
+pytestmark = pytest.mark.engine
+
 QUICK = [  # each differs from the others in its blocks' form or cache
     "llama",
     "gemma3",

@@ -21,6 +21,8 @@ from chatspace_lab.engine.client import EngineClient
 from chatspace_lab.errors import EngineStartError, UnsupportedError
 from tests import tiny
 
+pytestmark = pytest.mark.engine
+
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 128}
 
 PLUGIN = """

@@ -186,6 +186,7 @@ def test_the_orthogonal_part_does_not_move(model: VLLMSteerModel) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.engine
 def test_bfloat16(demo_model_path: str, hf: Oracle) -> None:
     """A row's cosine with float32 is above 0.999, unless bfloat16 arithmetic itself does not hold the row that near.
 
@@ -210,6 +211,7 @@ def test_bfloat16(demo_model_path: str, hf: Oracle) -> None:
     assert missing.max() < 2 * reference.max()  # single rows differ from machine to machine
 
 
+@pytest.mark.engine
 @pytest.mark.slow
 def test_compiled(demo_model_path: str, model: VLLMSteerModel, hf: Oracle) -> None:
     """vLLM's compiled mode: the same captures, and the same text, steered and not."""

@@ -26,6 +26,8 @@ from tests import tiny
 from tests.conftest import children, shared_memory, started, unfinished, wait_until
 from tests.oracle import Oracle, error
 
+pytestmark = pytest.mark.engine
+
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": True, "max_model_len": 256, "kv_cache_memory_bytes": 1 << 27}
 PROMPT = [5, 9, 300, 17]
 LONG: dict[str, Any] = {"temperature": 0.0, "max_tokens": 250, "ignore_eos": True, "detokenize": False}

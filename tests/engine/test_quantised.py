@@ -18,6 +18,8 @@ from tests.architectures import OPTIONS, PROMPTS, SPECS, TOLERANCE, compare_prom
 from tests.conftest import started
 from tests.oracle import Oracle, error
 
+pytestmark = pytest.mark.engine
+
 
 def test_eight_bits_for_weights_and_activations(tmp_path: Path) -> None:
     """In float32; the oracle rounds layers' inputs to 8 bits too. In long texts some rows round to other numbers."""

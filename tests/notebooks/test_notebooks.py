@@ -102,6 +102,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.notebook
 def test_a_notebook_that_raises_asserts_wrong_or_hangs_is_red(tmp_path: Path) -> None:
     """With the command and the plugin that run the tutorials; a good one beside them stays green."""
     for name, source in {"good": "assert 1 + 1 == 2", **BROKEN}.items():

@@ -147,6 +147,7 @@ def test_bad_arguments_of_a_layers_own_methods(model: VLLMSteerModel) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_outlier_of_thirty_thousand(dtype: str, tmp_path: Path) -> None:
     """One coordinate of one token's embedding: rows are finite, and as near to float32 as the dtype allows.
@@ -181,6 +182,7 @@ def test_an_outlier_of_thirty_thousand(dtype: str, tmp_path: Path) -> None:
             assert error(got[..., others], wanted[..., others]) < 1.6 * theirs + 1e-3
 
 
+@pytest.mark.engine
 def test_a_compile_cache_that_a_plain_engine_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled by plain vLLM first, into the same caches: ours is steered and captured all the same."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "vllm"))

@@ -16,6 +16,8 @@ from tests.oracle import Oracle, error
 from tests.scheduler.test_paths import ALL, GREEDY, check, fingerprints, generate, spec
 from tests.tiny import build
 
+pytestmark = pytest.mark.engine
+
 WORKERS = 2
 
 

@@ -16,6 +16,8 @@ import pytest
 from tests.conftest import shared_memory, wait_until
 from tests.session.kernels import Kernel, Reply, kernel
 
+pytestmark = pytest.mark.engine
+
 LAB = """
 from chatspace_lab import LabSession, AddSpec, SteeringSpec
 import torch
