@@ -2,7 +2,7 @@
 .PHONY: help demo test test-fast test-all lab bench format lint setup
 
 help: ## list these targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | column -t -s '|'
+	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-10s %s\n", $$1, $$2}'
 
 demo: setup ## run one prompt, plain and steered, and show its activations
 	@.venv/bin/chatspace-lab demo
