@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import enum
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from chatspace_lab.engine.config import VLLMSteeringConfig, check_vllm_version, engine_arguments
+from chatspace_lab.engine.config import VLLMSteeringConfig, check_vllm_version, cpu_has_vnni, engine_arguments
 from chatspace_lab.errors import UnsupportedError
 from chatspace_lab.runtime.deviations import Circumstances, refuse_deviation
 
@@ -79,7 +79,20 @@ def prepare(config: VLLMSteeringConfig, enforce_eager: bool | None) -> Prepared:
     refuse_deviation(
         model.architecture, Circumstances(model.hf_text_config, model.max_model_len, current_platform.device_type)
     )
+    if current_platform.is_cpu() and not cpu_has_vnni() and _multiplies_int8(model.hf_config):
+        raise UnsupportedError(
+            "8-bit weights and activations (compressed-tensors): this CPU has no VNNI instructions, and without them "
+            "oneDNN's sums of 8-bit products overflow; use a CPU that has them, or a model without 8-bit activations"
+        )
     return Prepared(asked, made, dtype_reason, notes)
+
+
+def _multiplies_int8(config: Any) -> bool:
+    """Whether a checkpoint's layers multiply 8-bit integers by 8-bit integers."""
+    described = getattr(config, "quantization_config", None)
+    groups = described.get("config_groups", {}).values() if isinstance(described, Mapping) else ()
+    inputs = [group.get("input_activations") or {} for group in groups if isinstance(group, Mapping)]
+    return any(each.get("type") == "int" and each.get("num_bits") == 8 for each in inputs)
 
 
 def _without_prefix_cache(arguments: AsyncEngineArgs) -> list[str]:

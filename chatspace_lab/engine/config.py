@@ -258,6 +258,21 @@ def cpu_has_bfloat16() -> bool:
     return features is not None and "bf16" in features[1].split()
 
 
+def cpu_has_vnni() -> bool:
+    """Return whether oneDNN multiplies 8-bit integers here without overflow.
+
+    Without VNNI instructions it adds their products in 16 bits, where they saturate. oneDNN's own limit on instruction
+    sets, the environment variable ``ONEDNN_MAX_CPU_ISA``, counts too. Other CPUs than x86 have no such step.
+    """
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return True
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")).upper()
+    if limit in ("SSE41", "AVX", "AVX2", "AVX512_CORE"):
+        return False
+    flags = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return flags is not None and bool({"avx_vnni", "avx512_vnni"} & set(flags[1].split()))
+
+
 def _is_off(value: Any) -> bool:
     """Whether a refused option is given the value that it has anyway (True equals 1, and is none of these)."""
     return value is None or value is False or (value is not True and value in (1, "auto", "generate"))
