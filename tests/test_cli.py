@@ -133,6 +133,7 @@ def test_smoke_on_a_missing_folder() -> None:
     assert done.stderr == "chatspace-lab: model /no/such/folder: there is no such folder\n"
 
 
+@pytest.mark.engine
 def test_smoke_on_a_missing_layer() -> None:
     done = run("smoke", "--layer", "30")
     assert done.returncode == 2

@@ -64,6 +64,7 @@ def test_quick_start(model: VLLMSteerModel, vector: torch.Tensor) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.engine
 def test_quick_start_as_a_script_ends_cleanly(tmp_path: Any, demo_model_path: str) -> None:
     """The example never closes the model; its process must end all the same, and its engine with it."""
     script = tmp_path / "quick_start.py"
