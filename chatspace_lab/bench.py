@@ -165,7 +165,7 @@ def our_cases(model: VLLMSteerModel, targets: dict[str, float]) -> list[Case]:
     )
     middle = model.layer_count // 2
 
-    async def generate(prompts: Prompts, tokens: int, **options: Any) -> Any:
+    async def generate(prompts: Prompts, tokens: int, **options: Any) -> list[Any] | tuple[list[Any], list[Any]]:
         return await model.generate(prompts, raw_output=True, **greedy(tokens), **options)
 
     async def nothing(prompts: Prompts, tokens: int) -> int:

@@ -35,7 +35,7 @@ def room(name: str) -> tuple[str | None, str]:
     return None, f"it needs {needed / 2**30:.1f} GiB in float32, and {free / 2**30:.1f} GiB are free"
 
 
-def load(name: str, device: str) -> Any:
+def load(name: str, device: str) -> torch.nn.Module:
     """Return the model in float32."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging

@@ -28,8 +28,8 @@ def groups_of(pairs: Mapping[int, tuple[np.ndarray, np.ndarray]], groups: Iterab
 
     Near copies are put into one group, with a warning, unless ``groups`` does so already. Two pairs are near copies if
     a sample of one and a sample of the other nearly coincide at every layer; or if the differences between their
-    samples do, as where several wordings of one pair shift both samples alike. With ``groups`` only those count that
-    are hardly to be told apart.
+    samples do, as where several wordings of one pair shift both samples alike. With ``groups`` only pairs that are
+    almost identical count.
 
     Parameters
     ----------
@@ -112,7 +112,7 @@ def _numbered(groups: Iterable[Hashable] | None, count: int) -> np.ndarray:
         return np.arange(count)
     if isinstance(groups, str | bytes | Mapping | Set):
         raise AnalysisError(f"groups must be a list of names or numbers, one per pair, got {type(groups).__name__}")
-    # Tensors are told apart by identity, so that no two of them were ever one label.
+    # Two tensors with the same value have different hashes, so each would be a label of its own.
     labels: list[Any] = [
         label.item() if isinstance(label, torch.Tensor) and label.ndim == 0 else label for label in groups
     ]

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import uuid
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from chatspace_lab.capture import CaptureHandle
 from chatspace_lab.chat import Completion, is_batch, render
@@ -40,6 +40,10 @@ from chatspace_lab.steering.where import Where, as_where
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
+
+
+Answers: TypeAlias = list[Any] | tuple[list[Any], list[CaptureHandle | None]]
+"""Texts, responses or vLLM's outputs, and with ``capture_layers`` the handles."""
 
 
 class RequestExecution:
@@ -192,13 +196,13 @@ class RequestExecution:
         """Hold off changes of the session-wide steering, if any of these requests follows it."""
         return self._steering.lock.read() if ask.follows_session else contextlib.nullcontext()
 
-    async def generate(self, prompts: Prompts, ask: Ask) -> Any:
+    async def generate(self, prompts: Prompts, ask: Ask) -> Answers:
         """Complete prompts; see :meth:`VLLMSteerModel.generate`."""
         return await self._complete(
             lambda: self.prompts(prompts), lambda _, output: Completion(output.text, output.finish_reason), ask
         )
 
-    async def chat(self, messages: Any, chat_options: dict[str, Any] | None, ask: Ask) -> Any:
+    async def chat(self, messages: Any, chat_options: dict[str, Any] | None, ask: Ask) -> Answers:
         """Answer conversations; see :meth:`VLLMSteerModel.chat`."""
         return await self._complete(
             lambda: self.conversations(messages, chat_options),
@@ -208,7 +212,7 @@ class RequestExecution:
 
     async def _complete(
         self, prompts: Callable[[], list[Prompt]], finish: Callable[[Submission, Any], Any], ask: Ask
-    ) -> Any:
+    ) -> Answers:
         ready = prompts()
         async with self._reading(ask):
             submissions = self._submissions(ready, ask)

@@ -1,4 +1,4 @@
-"""Objects that are told of requests, and the way to stop telling them."""
+"""Observers of requests, subscriptions that end, and the progress of one call."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Subscription(Generic[T]):
         members.append(member)
 
     def end(self) -> None:
-        """Stop: the callback or observer is told nothing more. Again is fine."""
+        """Stop calling the callback or observer. A second call does nothing."""
         self._members[:] = [each for each in self._members if each is not self._member]
 
     def __enter__(self) -> Subscription[T]:
@@ -97,8 +97,8 @@ class Progress:
         return sum(each.finish_reason == "length" for each in self._answers.values())
 
     @property
-    def partial(self) -> Any:
-        """The finished part of a sweep or capture; else what each request has generated; None before the first."""
+    def partial(self) -> object:
+        """The finished part of a sweep or capture, or the texts generated so far; None before the first request."""
         if self._partial is not None:
             return self._partial()
         return [each.value() for each in self._answers.values()] or None

@@ -97,7 +97,7 @@ class Submission:
     """One request to the engine: one sample of one prompt.
 
     ``spec`` is its steering, compiled to ``program``: None is no steering; else it acts on ``steer_spans``.
-    ``handle`` None is no capture. ``params`` has the request's own seed. ``progress`` is told of this request.
+    ``handle`` None is no capture. ``params`` has the request's own seed. ``progress`` counts this request.
     """
 
     request_id: str

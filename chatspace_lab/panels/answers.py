@@ -76,7 +76,7 @@ class Answer:
 
     @property
     def content(self) -> str:
-        """What the next turn is told of this answer: see :meth:`ChatResponse.to_message`."""
+        """The content of this answer as a message of the next turn: see :meth:`ChatResponse.to_message`."""
         response = answer(self._tokenizer, self._chat, self.text, self.token_ids, self.finish)
         return response.to_message()["content"]
 

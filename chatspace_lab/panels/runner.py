@@ -26,9 +26,9 @@ from chatspace_lab.steering.specs import SteeringSpec
 from chatspace_lab.steering.where import resolve
 
 REST_S = 0.15
-"""Values that no hand has let go of count as settled after this time."""
+"""Debounce: seconds a slider must rest before its value is used."""
 FLUSH_S = 0.06
-"""The page is told of new tokens at most this often."""
+"""Seconds between two updates of the page with new tokens, at least."""
 MAX_DIRECTIONS = 8
 """Directions that are read while a run goes; others are read when they are chosen."""
 
@@ -188,7 +188,7 @@ class Runner:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, the user must see it
             if number == self.number:
-                for side in sides:  # what is there answers something else, and stands for nothing any more
+                for side in sides:  # the answer that is shown belongs to an earlier prompt or steering
                     self._drop(side)
                 self._set("failed", error=error, sides=sides)
             return

@@ -1,8 +1,8 @@
 """What was compared with Hugging Face, by ``python -m tests.architectures`` and ``tests/engine/test_quantised.py``.
 
 A model whose blocks are proven by structure (:mod:`chatspace_lab.runtime.layers`) is steered and read where it should
-be. Whether vLLM itself computes what Hugging Face computes nothing in the structure shows: that takes a comparison, and
-who uses a model that was never compared is told so.
+be. Whether vLLM itself computes what Hugging Face computes nothing in the structure shows: that takes a comparison. A
+model that was never compared is used with an :class:`~chatspace_lab.errors.UncomparedWarning`.
 """
 
 from __future__ import annotations

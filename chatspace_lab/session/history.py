@@ -235,7 +235,7 @@ def describe(
     """Return a spec in a few words: ``add 8·v (|v| 2.1) = dose 0.42 @ 6–9; cap [-4, 6.5] @ 12``.
 
     The dose of an addition is its length over the residual's mean norm at that layer, where ``norms`` has that. A
-    vector whose contents ``names`` has is told by its name.
+    vector whose contents are in ``names`` is called by its name.
     """
     if not spec:
         return "none"

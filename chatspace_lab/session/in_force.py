@@ -49,7 +49,7 @@ class Names:
     def known(self) -> dict[bytes, str]:
         """Return the names known now, by the contents of a vector as given and at unit length.
 
-        A vector whose name stands for another one since is told as ``"joy (replaced)"``.
+        A vector whose name was given to another one since is called ``"joy (replaced)"``.
         """
         now = {name: _keys(vector, name) for name, vector in {**self._called, **dict(self._vectors())}.items()}
         found = {key: name if key in now[name] else f"{name} (replaced)" for key, name in self._given.items()}

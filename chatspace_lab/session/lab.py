@@ -325,8 +325,8 @@ class LabSession(Fixed):
     ) -> T:
         """Run a coroutine on the engine's loop and wait, with a bar if it takes long.
 
-        Interrupted, what it had by then is in :attr:`partial`. With ``default_length`` the caller gave no
-        ``max_tokens``, and is told of answers that vLLM's default cuts off.
+        Interrupted, what it had by then is in :attr:`partial`. ``default_length`` means that the caller gave
+        no ``max_tokens``: a note then counts the answers that vLLM's default cut off.
         """
         follow = Progress() if progress is None else progress
         try:
